@@ -1,0 +1,45 @@
+"""ServerConfig: what a person asks of the HTTP side. Knows nothing of models, engines or sockets."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from pageframe.runtime.config import _flag
+from pageframe.runtime.errors import ConfigError
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+MAX_PORT = 65535
+MAX_DRAIN_TIMEOUT = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """How the server listens and when it lets go.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    host: str = _flag("127.0.0.1", "address to listen on; 0.0.0.0 is every IPv4 address of the machine")
+    port: int = _flag(8000, "port to listen on; 0 takes a free one")
+    served_model_name: str | None = _flag(None, "the model's name in the API; default: its own name")
+    max_body_bytes: int = _flag(16 * 1024**2, "largest request body", unit="bytes")
+    drain_timeout: float = _flag(
+        30.0, "after SIGTERM or Ctrl-C, how long running requests may go on before they are cut off", unit="seconds"
+    )
+    log_level: str = _flag("info", "least severe messages that are logged", choices=LOG_LEVELS)
+
+    def __post_init__(self) -> None:
+        if not self.host:
+            raise ConfigError("host is empty; it must be an address or a name such as 127.0.0.1")
+        if not 0 <= self.port <= MAX_PORT:
+            raise ConfigError(f"port is {self.port}; it must be from 0 to {MAX_PORT}")
+        if self.served_model_name is not None and not self.served_model_name.strip():
+            raise ConfigError(f"served_model_name is {self.served_model_name!r}; it must have a visible character")
+        if self.max_body_bytes < 1:
+            raise ConfigError(f"max_body_bytes is {self.max_body_bytes}; it must be at least 1")
+        if not math.isfinite(self.drain_timeout) or not 0 <= self.drain_timeout <= MAX_DRAIN_TIMEOUT:
+            raise ConfigError(f"drain_timeout is {self.drain_timeout:g}; it must be from 0 to {MAX_DRAIN_TIMEOUT:g}")
+        if self.log_level not in LOG_LEVELS:
+            raise ConfigError(f"log_level is {self.log_level!r}; it must be one of {', '.join(LOG_LEVELS)}")

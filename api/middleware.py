@@ -1,0 +1,143 @@
+"""What happens around every route, as plain ASGI: request ids, the Host check, the last resort against failures.
+
+Plain ASGI because a wrapper that owns `receive` hides a client's going away. Knows nothing of what routes do.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import re
+import socket
+import uuid
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pageframe.api.errors import ApiError
+
+logger = logging.getLogger(__name__)
+
+REQUEST_ID_RULE = "1 to 128 letters, digits or any of . _ : -"
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_SCOPE_KEY = "pageframe.label"
+#: Suffixes that no public name can have, so no web page's own name either.
+_PRIVATE_SUFFIXES = (".local", ".internal", ".home.arpa", ".lan")
+
+
+def is_request_id(text: str) -> bool:
+    return _REQUEST_ID.fullmatch(text) is not None
+
+
+class RequestLabel:
+    """What `x-request-id` will say. The header gives it first; the body's `request_id` wins over it."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: str | None) -> None:
+        self.value = value
+
+
+def request_label(scope: Scope) -> RequestLabel:
+    """The label of this request, changeable until the response starts."""
+    label: RequestLabel = scope[_SCOPE_KEY]
+    return label
+
+
+class RequestIds:
+    """Sends `x-request-id` with every response, and logs what escapes the routes under that id."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        label = scope[_SCOPE_KEY] = RequestLabel(_given_id(scope))
+        started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                label.value = label.value or uuid.uuid4().hex
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", label.value.encode("ascii"))]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception:
+            if not started:
+                raise
+            # The error answer has gone out already; the traceback belongs in the log, beside the id it carries.
+            logger.exception("request %s failed", label.value)
+
+
+class HostCheck:
+    """Refuses a Host that a web page elsewhere could have chosen (DNS rebinding).
+
+    A page can point a name of its own at this machine, never an address or a name outside the public DNS. So these
+    pass: any IP address, localhost and its subdomains, the host listened on; and where it listens beyond loopback,
+    also names without a dot, names under .local, .internal, .lan and .home.arpa, and this machine's own name.
+    """
+
+    def __init__(self, app: ASGIApp, bound_host: str) -> None:
+        self._app = app
+        self._names = {"localhost", bound_host.lower()}
+        self._loopback_only = _is_loopback(bound_host)
+        if not self._loopback_only:
+            self._names.add(socket.gethostname().lower())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+            if len(hosts) != 1 or not self._allows(_host_name(hosts[0])):
+                shown = ", ".join(hosts)[:100] or "missing"
+                error = ApiError(
+                    400,
+                    f"the Host header is {shown}; this server answers to localhost, IP addresses and {self._bound}",
+                    code="host_not_allowed",
+                )
+                await error.response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    @property
+    def _bound(self) -> str:
+        return "the host it listens on" if self._loopback_only else "private names"
+
+    def _allows(self, name: str) -> bool:
+        if _is_address(name) or name in self._names or name.endswith(".localhost"):
+            return True
+        if self._loopback_only or not name:
+            return False
+        return "." not in name or name.endswith(_PRIVATE_SUFFIXES)
+
+
+def _given_id(scope: Scope) -> str | None:
+    for name, value in scope["headers"]:
+        if name == b"x-request-id":
+            text: str = value.decode("latin-1")
+            return text if is_request_id(text) else None
+    return None
+
+
+def _host_name(header: str) -> str:
+    """The name or address in a Host header: no port, no brackets, lower case."""
+    header = header.strip().lower()
+    if header.startswith("["):
+        return header[1:].partition("]")[0]
+    name, colon, _ = header.rpartition(":")
+    return (name if colon else header).removesuffix(".")
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_loopback(host: str) -> bool:
+    return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)

@@ -1,0 +1,249 @@
+"""The fields of each request body: types, ranges, what is not built yet and what is left unread, as tables.
+
+Ranges that SamplingParams and the engine's door check (temperature, top_p, ids, …) are theirs; here stand only
+types and what the engine never sees. Knows nothing of what a field does.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from pageframe.api.errors import shorten
+from pageframe.api.messages import check_messages
+from pageframe.api.middleware import REQUEST_ID_RULE, is_request_id
+from pageframe.runtime.errors import InvalidRequestError
+from pageframe.runtime.request import MAX_LOGPROBS
+
+MIN_INT64, MAX_INT64 = -(2**63), 2**63 - 1
+#: A template's own parameters that a request may not set through chat_template_kwargs.
+RESERVED_TEMPLATE_KEYS = ("self", "messages", "add_generation_prompt", "bos_token", "eos_token", "tools")
+
+#: Fields that are not built yet: null is always accepted, else only these values, which ask for nothing.
+SAMPLING_NOT_BUILT: dict[str, tuple[object, ...]] = {
+    "n": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "bad_words": ([],),
+    "allowed_token_ids": ([],),
+    "prompt_logprobs": (),
+    "truncate_prompt_tokens": (),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": ({},),
+    "priority": (0,),
+    "cache_salt": ("",),
+    "timeout_seconds": (),
+}
+CHAT_NOT_BUILT: dict[str, tuple[object, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+}
+COMPLETION_NOT_BUILT: dict[str, tuple[object, ...]] = {"echo": (False,), "suffix": ("",), "best_of": (1,)}
+#: Accepted with any value and left unread: they steer a provider's bookkeeping, not the answer.
+IGNORED = frozenset({"metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier", "verbosity"})
+
+Int64 = Annotated[int, Field(ge=MIN_INT64, le=MAX_INT64)]
+PositiveInt64 = Annotated[int, Field(ge=1, le=MAX_INT64)]
+
+#: What a value must be, by pydantic's name of the fault. Braces are filled from the fault's own numbers.
+_RULES = {
+    "string_type": "must be a string",
+    "int_type": "must be an integer",
+    "float_type": "must be a number",
+    "bool_type": "must be true or false",
+    "list_type": "must be a list",
+    "dict_type": "must be an object",
+    "model_type": "must be an object",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than_equal": "must be at most {le}",
+}
+
+BodyT = TypeVar("BodyT", bound="Body")
+
+
+def _check_stop(value: object) -> tuple[str, ...]:
+    strings = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(strings, list) or not all(isinstance(text, str) for text in strings):
+        raise InvalidRequestError(f"stop is {shorten(value)}; it must be a string or a list of strings", param="stop")
+    return tuple(strings)
+
+
+def _check_prompt(value: object) -> str | list[int]:
+    """A prompt as text or as token ids; a list of one prompt is that prompt."""
+    if isinstance(value, list) and value and isinstance(value[0], (str, list)):
+        if len(value) > 1:
+            raise InvalidRequestError(
+                f"prompt is a list of {len(value)} prompts; only 1 prompt per request is supported yet", param="prompt"
+            )
+        value = value[0]
+    if value in ("", []):
+        raise InvalidRequestError("prompt is empty; it must have at least 1 token", param="prompt")
+    if isinstance(value, str):
+        return value
+    return _check_ids("prompt", value, "a string or a list of token ids")
+
+
+def _check_ids(field: str, value: object, kind: str = "a list of token ids") -> list[int]:
+    if not isinstance(value, list):
+        raise InvalidRequestError(f"{field} is {shorten(value)}; it must be {kind}", param=field)
+    for index, token_id in enumerate(value):
+        if type(token_id) is not int or not MIN_INT64 <= token_id <= MAX_INT64:
+            path = f"{field}[{index}]"
+            raise InvalidRequestError(f"{path} is {shorten(token_id)}; it must be a token id, an integer", param=field)
+    return value
+
+
+def _check_request_id(value: object) -> str | None:
+    if value is not None and not (isinstance(value, str) and is_request_id(value)):
+        raise InvalidRequestError(
+            f"request_id is {shorten(value)}; it must be a string of {REQUEST_ID_RULE}", param="request_id"
+        )
+    return value
+
+
+def _check_template_kwargs(value: object) -> dict[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise InvalidRequestError(
+            f"chat_template_kwargs is {shorten(value)}; it must be an object", param="chat_template_kwargs"
+        )
+    for key in RESERVED_TEMPLATE_KEYS:
+        if key in value:
+            raise InvalidRequestError(
+                f"chat_template_kwargs has {key!r}, which the server sets itself", param="chat_template_kwargs"
+            )
+    return value
+
+
+class Body(BaseModel):
+    """What every request body has. Strict: a boolean is no number, "1" is no integer, a field is known or refused."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    not_built: ClassVar[dict[str, tuple[object, ...]]] = {}
+    ignored: ClassVar[frozenset[str]] = frozenset()
+
+    model: str | None = None
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationBody(Body):
+    """What chat and completion requests have in common. Null is the default, everywhere."""
+
+    ignored: ClassVar[frozenset[str]] = IGNORED
+
+    max_tokens: PositiveInt64 | None = None
+    min_tokens: Int64 | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: float | None = None
+    seed: Int64 | None = None
+    stop: Annotated[tuple[str, ...], BeforeValidator(_check_stop)] = ()
+    stop_token_ids: list[Int64] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    request_id: Annotated[str | None, BeforeValidator(_check_request_id)] = None
+    return_token_ids: bool | None = None
+
+
+class TemplateFields(BaseModel):
+    """How messages become a prompt."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_check_template_kwargs)] = {}
+
+
+class ChatBody(GenerationBody, TemplateFields):
+    not_built: ClassVar[dict[str, tuple[object, ...]]] = SAMPLING_NOT_BUILT | CHAT_NOT_BUILT
+
+    messages: Annotated[list[dict[str, Any]], BeforeValidator(check_messages)]
+    max_completion_tokens: PositiveInt64 | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    reasoning_effort: str | None = None
+
+
+class CompletionBody(GenerationBody):
+    not_built: ClassVar[dict[str, tuple[object, ...]]] = SAMPLING_NOT_BUILT | COMPLETION_NOT_BUILT
+    ignored: ClassVar[frozenset[str]] = IGNORED | {"reasoning_effort"}
+
+    prompt: Annotated[str | list[int], BeforeValidator(_check_prompt)]
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+
+class TokenizeBody(Body, TemplateFields):
+    """Text or messages, one of the two. Special tokens are added to text, not to what a template wrote."""
+
+    not_built: ClassVar[dict[str, tuple[object, ...]]] = {"tools": ([],), "return_token_strs": (False,)}
+
+    prompt: str | None = None
+    messages: Annotated[list[dict[str, Any]] | None, BeforeValidator(lambda v: None if v is None else check_messages(v))] = None
+    add_special_tokens: bool | None = None
+
+
+class DetokenizeBody(Body):
+    tokens: Annotated[list[int], BeforeValidator(lambda value: _check_ids("tokens", value))]
+
+
+def check_body(kind: type[BodyT], content: dict[str, Any]) -> BodyT:
+    """The body as `kind`.
+
+    Raises:
+        InvalidRequestError: a field is unknown, missing, not built, or has a wrong type or value.
+    """
+    fields = {}
+    for name, value in content.items():
+        if name in kind.not_built:
+            _check_neutral(name, value, kind.not_built[name])
+        elif name not in kind.ignored:
+            fields[name] = value
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise _first_fault(error) from None
+
+
+def _check_neutral(name: str, value: object, neutral: tuple[object, ...]) -> None:
+    if value is None or any(_same(value, accepted) for accepted in neutral):
+        return
+    accepted = " or ".join(["null", *map(shorten, neutral)])
+    raise InvalidRequestError(
+        f"{name} is {shorten(value)}; {name} is not supported yet, so it may only be {accepted}",
+        param=name,
+        code="unsupported_field",
+    )
+
+
+def _same(value: object, accepted: object) -> bool:
+    return value == accepted and isinstance(value, bool) == isinstance(accepted, bool)
+
+
+def _first_fault(error: ValidationError) -> InvalidRequestError:
+    fault = error.errors(include_url=False)[0]
+    path = ""
+    for part in fault["loc"]:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
+    path = path[:200]
+    if fault["type"] == "extra_forbidden":
+        return InvalidRequestError(f"{path} is not a known field", param=path, code="unknown_field")
+    if fault["type"] == "missing":
+        return InvalidRequestError(f"{path} is missing; it is required", param=path, code="missing_field")
+    rule = _RULES[fault["type"]].format(**fault.get("ctx", {}))
+    return InvalidRequestError(f"{path} is {shorten(fault['input'])}; it {rule}", param=path)

@@ -1,0 +1,54 @@
+"""The door: what a request must satisfy before it is queued, as one pure check used by both processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pageframe.runtime.config import ResolvedConfig
+from pageframe.runtime.errors import InvalidRequestError
+from pageframe.runtime.request import SamplingParams
+
+
+def max_total_tokens(prompt_token_ids: Sequence[int], params: SamplingParams, resolved: ResolvedConfig) -> int:
+    """Most tokens, prompt and output together, that this request may reach.
+
+    Raises:
+        InvalidRequestError: the request can never be served as asked; the message names the numbers.
+    """
+    num_prompt_tokens = len(prompt_token_ids)
+    limit = resolved.max_model_len
+    if num_prompt_tokens == 0:
+        raise InvalidRequestError("the prompt is empty; it must have at least 1 token", param="prompt")
+    if num_prompt_tokens >= limit:
+        raise InvalidRequestError(
+            f"the prompt has {num_prompt_tokens} tokens; with max_model_len {limit} it may have at most {limit - 1}",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    room = limit - num_prompt_tokens
+    if params.max_tokens is not None and params.max_tokens > room:
+        raise InvalidRequestError(
+            f"max_tokens is {params.max_tokens}; a prompt of {num_prompt_tokens} tokens with max_model_len {limit} "
+            f"leaves room for {room}",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
+    if params.min_tokens > room:
+        raise InvalidRequestError(
+            f"min_tokens is {params.min_tokens}; a prompt of {num_prompt_tokens} tokens with max_model_len {limit} "
+            f"leaves room for {room}",
+            param="min_tokens",
+            code="context_length_exceeded",
+        )
+    _check_ids("prompt", prompt_token_ids, resolved.model.vocab_size)
+    _check_ids("stop_token_ids", params.stop_token_ids, resolved.model.vocab_size)
+    return num_prompt_tokens + (room if params.max_tokens is None else params.max_tokens)
+
+
+def _check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
+    for token_id in ids:
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequestError(
+                f"{field} has token id {token_id}; ids must be at least 0 and below the vocabulary's {vocab_size}",
+                param=field,
+            )

@@ -1,0 +1,87 @@
+"""StepPlan to the numpy arrays of one step: gathers from the rows, nothing per token in Python.
+
+It knows no tensors; the runner copies these arrays to the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pageframe.runtime.block_table import BlockTables, TableUpdates
+from pageframe.runtime.rows import RequestRows
+from pageframe.runtime.step_plan import SamplingBatch, StepPlan
+
+Int32s = npt.NDArray[np.int32]
+Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The inputs of one forward pass. Tokens of all requests are concatenated, in plan order.
+
+    Args:
+        token_ids, positions: int64 [num_tokens].
+        slots: int64 [num_tokens], where each token's K and V go.
+        query_start: int32 [num_requests + 1], each request's range of tokens.
+        context_lens: int32 [num_requests], tokens in the cache after this step's write.
+        rows: int32 [num_requests], rows of the resident block table.
+        num_decode: the first `num_decode` requests have one token each.
+        wanted: int64 [num_samples], the tokens whose hidden state the sampler needs.
+        sampling: the sampler's parameters, one entry per wanted token.
+        table_updates: what the device's copy of the block tables must change first.
+    """
+
+    token_ids: Int64s
+    positions: Int64s
+    slots: Int64s
+    query_start: Int32s
+    context_lens: Int32s
+    rows: Int32s
+    num_decode: int
+    wanted: Int64s
+    sampling: SamplingBatch
+    table_updates: TableUpdates
+
+    @classmethod
+    def build(cls, plan: StepPlan, rows: RequestRows, tables: BlockTables) -> Batch:
+        query_start = np.zeros(len(plan.rows) + 1, dtype=np.int32)
+        np.cumsum(plan.num_new_tokens, out=query_start[1:])
+        token_rows = np.repeat(plan.rows, plan.num_new_tokens)
+        # Position of a token: its request's start plus its distance from the request's first token.
+        positions = np.arange(plan.num_tokens, dtype=np.int64) + np.repeat(
+            plan.starts - query_start[:-1], plan.num_new_tokens
+        )
+        block_size = tables.block_size
+        block_ids = tables.table[token_rows, positions // block_size].astype(np.int64)
+        return cls(
+            token_ids=rows.token_ids[token_rows, positions].astype(np.int64),
+            positions=positions,
+            slots=block_ids * block_size + positions % block_size,
+            query_start=query_start,
+            context_lens=plan.starts + plan.num_new_tokens,
+            rows=plan.rows,
+            num_decode=plan.num_decode,
+            wanted=query_start[1:][plan.num_samples > 0].astype(np.int64) - 1,
+            sampling=_sampling(plan, rows),
+            table_updates=plan.table_updates,
+        )
+
+
+def _sampling(plan: StepPlan, rows: RequestRows) -> SamplingBatch:
+    sampling = np.flatnonzero(plan.num_samples)
+    sampled_rows = plan.rows[sampling]
+    num_tokens = rows.num_tokens[sampled_rows]
+    too_early = np.flatnonzero(num_tokens < rows.min_total_tokens[sampled_rows])
+    return SamplingBatch(
+        temperature=rows.temperature[sampled_rows],
+        top_k=rows.top_k[sampled_rows],
+        top_p=rows.top_p[sampled_rows],
+        min_p=rows.min_p[sampled_rows],
+        seed=rows.seed[sampled_rows],
+        output_index=(num_tokens - rows.num_prompt_tokens[sampled_rows]).astype(np.int64),
+        num_logprobs=rows.num_logprobs[sampled_rows],
+        banned=tuple((index, tuple(plan.requests[sampling[index]].stop_ids)) for index in too_early.tolist()),
+    )

@@ -1,0 +1,154 @@
+"""Configuration: frozen, resolved once at start, never changed later."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from pageframe.runtime.errors import ConfigError
+
+DEFAULT_MODEL = "default"
+DTYPES = ("bf16", "float32")
+DEVICES = ("auto", "cpu", "cuda")
+BACKENDS = ("auto", "reference", "triton")
+MAX_BLOCK_SIZE = 256
+
+
+def _flag(default: Any, help: str, *, unit: str = "", choices: tuple[str, ...] = ()) -> Any:
+    """A dataclass field that the command line turns into a flag."""
+    return field(default=default, metadata={"help": help, "unit": unit, "choices": choices})
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What a person asks of the engine. `None` means: chosen at start from the model and the machine.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    model: str = _flag(
+        DEFAULT_MODEL, "a GGUF file, a Hugging Face folder or a hub id; 'default' is SmolLM2-135M-Instruct"
+    )
+    dtype: str = _flag("bf16", "arithmetic and K/V type", choices=DTYPES)
+    device: str = _flag("auto", "where the model runs", choices=DEVICES)
+    backend: str = _flag("auto", "attention kernels", choices=BACKENDS)
+    block_size: int = _flag(16, "token slots in a block, a power of two from 1 to 256", unit="tokens")
+    num_blocks: int | None = _flag(None, "blocks in the KV pool; given, it overrides --kv-memory", unit="blocks")
+    kv_memory: int | None = _flag(
+        None,
+        "memory of the KV pool, such as 512MiB or 4GiB; default: from free memory, at most 4GiB on CPU",
+        unit="bytes",
+    )
+    max_model_len: int | None = _flag(
+        None, "longest context of a request; default: the model's own, or what the pool holds", unit="tokens"
+    )
+    max_num_requests: int = _flag(256, "most requests that run at once", unit="requests")
+    max_num_batched_tokens: int = _flag(512, "token budget of one step", unit="tokens")
+    seed: int | None = _flag(None, "makes the seeds of unseeded requests repeatable")
+    threads: int | None = _flag(None, "CPU threads of the forward pass; default: one per core", unit="threads")
+
+    def __post_init__(self) -> None:
+        _check_choice("dtype", self.dtype, DTYPES)
+        _check_choice("device", self.device, DEVICES)
+        _check_choice("backend", self.backend, BACKENDS)
+        size = self.block_size
+        if not 1 <= size <= MAX_BLOCK_SIZE or size & (size - 1):
+            raise ConfigError(f"block_size is {size}; it must be a power of two from 1 to {MAX_BLOCK_SIZE}")
+        for name in ("num_blocks", "kv_memory", "max_model_len", "threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 1")
+        if self.max_num_requests < 1:
+            raise ConfigError(f"max_num_requests is {self.max_num_requests}; it must be at least 1")
+        if self.max_num_batched_tokens < self.max_num_requests:
+            raise ConfigError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least max_num_requests "
+                f"({self.max_num_requests}), since each step gives every decoding request its token"
+            )
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """How rotary frequencies are stretched beyond the trained context.
+
+    Args:
+        kind: "linear" (all frequencies divided by `factor`) or "llama3" (Llama 3.1's: only long wavelengths,
+            blended between `low_freq_factor` and `high_freq_factor`).
+        original_max_position: the trained context, in tokens (llama3 only).
+    """
+
+    kind: str
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The shape of a decoder, whatever file it came from. Sizes are counts of elements, not bytes."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position: int
+    norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None = None
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    #: Per layer: how many tokens back a query sees, itself included; None sees everything.
+    windows: tuple[int | None, ...] = ()
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    def replace(self, **changes: Any) -> ModelConfig:
+        return dataclasses.replace(self, **changes)
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedConfig:
+    """Everything decided at start. Travels to the API process in the ready message.
+
+    Args:
+        model_name: what the model calls itself, for people.
+        kv_bytes_per_token: bytes of K and V of one token over all layers.
+        pool_bytes: bytes of the whole KV pool.
+        notes: what the machine lacks and what that costs, one sentence each.
+    """
+
+    model_name: str
+    model: ModelConfig
+    dtype: str
+    compute_dtype: str
+    device: str
+    backend: str
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    max_num_requests: int
+    max_num_batched_tokens: int
+    threads: int
+    kv_bytes_per_token: int
+    pool_bytes: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def max_blocks(self) -> int:
+        """Entries of one block-table row: blocks that hold max_model_len tokens."""
+        return -(-self.max_model_len // self.block_size)

@@ -1,0 +1,171 @@
+"""The engine: schedule, run, update. Synchronous; no text, no threads, no sockets.
+
+One `Engine.step()` is one iteration of the whole system; everything a server does is calls to it.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from pageframe.runtime.admission import max_total_tokens
+from pageframe.runtime.batch import Batch
+from pageframe.runtime.config import ResolvedConfig
+from pageframe.runtime.journal import Journal
+from pageframe.runtime.philox import choice_seed
+from pageframe.runtime.request import Request, RequestOutput, SamplingParams
+from pageframe.runtime.scheduler import Scheduler
+from pageframe.runtime.step_plan import SamplingBatch, StepPlan, StepResult
+
+logger = logging.getLogger(__name__)
+
+
+class Runner(Protocol):
+    """The forward pass. What it returns is the sampler's business alone."""
+
+    def forward(self, batch: Batch) -> Any:
+        """Write K and V of the batch's tokens; return the hidden states of the wanted ones."""
+
+
+class TokenSampler(Protocol):
+    """The choice of tokens."""
+
+    def sample(self, hidden: Any, batch: SamplingBatch) -> StepResult:
+        """One token for each wanted hidden state."""
+
+
+@dataclass(slots=True, frozen=True)
+class StepRecord:
+    """One step as it was, for inspection."""
+
+    step: int
+    time_ms: float
+    num_requests: int
+    prefill_tokens: int
+    decode_tokens: int
+    token_budget: int
+    preempted: tuple[str, ...]
+    finished: tuple[str, ...]
+
+
+class Engine:
+    """A scheduler over a runner.
+
+    Args:
+        resolved: the frozen configuration of this run.
+        runner, sampler: the forward pass, and the choice of tokens from what it returns.
+        seed: makes the seeds drawn for unseeded requests repeatable.
+        clock: seconds; tests pass a virtual one.
+    """
+
+    def __init__(
+        self,
+        resolved: ResolvedConfig,
+        runner: Runner,
+        sampler: TokenSampler,
+        *,
+        seed: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        keep_steps: int = 4096,
+    ) -> None:
+        self.resolved = resolved
+        self.journal = Journal()
+        self.scheduler = Scheduler(
+            num_blocks=resolved.num_blocks,
+            block_size=resolved.block_size,
+            max_num_requests=resolved.max_num_requests,
+            max_num_batched_tokens=resolved.max_num_batched_tokens,
+            max_model_len=resolved.max_model_len,
+            journal=self.journal,
+        )
+        self.steps: deque[StepRecord] = deque(maxlen=keep_steps)
+        self._runner = runner
+        self._sampler = sampler
+        self._clock = clock
+        self._arrivals = 0
+        self._seeds = random.Random(seed)
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def add(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        tenant: str = "",
+        priority: int = 0,
+    ) -> None:
+        """Queue a request. `request_id` must not be live.
+
+        Raises:
+            InvalidRequestError: it can never be served as asked; nothing was queued.
+        """
+        total = max_total_tokens(prompt_token_ids, params, self.resolved)
+        eos_ids = frozenset() if params.ignore_eos else frozenset(self.resolved.model.eos_token_ids)
+        request_seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+        now = self._clock()
+        request = Request(
+            request_id=request_id,
+            token_ids=np.array(prompt_token_ids, dtype=np.int32),
+            params=params,
+            tenant=tenant,
+            priority=priority,
+            arrival=self._arrivals,
+            arrival_time=now,
+            seed=choice_seed(request_seed, 0),
+            max_total_tokens=total,
+            stop_ids=eos_ids | frozenset(params.stop_token_ids),
+            eos_ids=eos_ids,
+        )
+        self._arrivals += 1
+        self.scheduler.add(request, now)
+
+    def abort(self, request_id: str) -> bool:
+        """Nobody wants it any more; False where it has ended already."""
+        return self.scheduler.abort(request_id, self._clock())
+
+    def finish(self, request_id: str, num_output_tokens: int) -> bool:
+        """A stop string ended its text that many tokens into the output; False where it is unknown."""
+        return self.scheduler.finish(request_id, num_output_tokens, self._clock())
+
+    def step(self) -> list[RequestOutput]:
+        """One iteration. Returns what it gave each request that got something."""
+        started = self._clock()
+        plan = self.scheduler.schedule(started)
+        if not plan.requests:
+            return []
+        batch = Batch.build(plan, self.scheduler.rows, self.scheduler.tables)
+        try:
+            hidden = self._runner.forward(batch)
+            result = self._sampler.sample(hidden, batch.sampling)
+        except Exception as error:
+            logger.exception("step %d failed; its %d requests end with an error", plan.step, len(plan.requests))
+            outputs = self.scheduler.fail(plan.requests, f"the forward pass failed: {error}", self._clock())
+        else:
+            outputs = self.scheduler.update(plan, result, self._clock())
+        self._record(plan, outputs, started)
+        return outputs
+
+    def _record(self, plan: StepPlan, outputs: list[RequestOutput], started: float) -> None:
+        self.steps.append(
+            StepRecord(
+                step=plan.step,
+                time_ms=(self._clock() - started) * 1e3,
+                num_requests=len(plan.requests),
+                prefill_tokens=plan.prefill_tokens,
+                decode_tokens=plan.decode_tokens,
+                token_budget=self.resolved.max_num_batched_tokens,
+                preempted=plan.preempted,
+                finished=tuple(output.request_id for output in outputs if output.finish_reason),
+            )
+        )

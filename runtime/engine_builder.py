@@ -1,0 +1,170 @@
+"""From what a person asked for to a running engine: resolves every open setting once, then builds the parts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from pageframe.kernels.attention import Backend, UnsupportedError, select_backend
+from pageframe.runtime import memory_plan
+from pageframe.runtime.config import EngineConfig, ModelConfig, ResolvedConfig
+from pageframe.runtime.engine import Engine
+from pageframe.runtime.errors import ConfigError, MemoryPlanError
+from pageframe.runtime.model_runner import ModelRunner
+from pageframe.runtime.models.config import load_model_config
+from pageframe.runtime.models.loader import load_decoder
+from pageframe.runtime.models.source import resolve_source
+from pageframe.runtime.sampler import Sampler
+
+Progress = Callable[[int, int], None]
+
+TORCH_DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """Types and place of the computation.
+
+    Args:
+        storage: what weights are rounded to and K/V stored as.
+        compute: what products and hidden states are.
+        notes: what the machine lacks and what that costs.
+    """
+
+    device: torch.device
+    storage: torch.dtype
+    compute: torch.dtype
+    notes: tuple[str, ...]
+
+
+def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engine:
+    """Load the model, take the KV pool's memory and put an engine together.
+
+    Args:
+        progress: called with (tensors loaded, tensors in all).
+
+    Raises:
+        StartupError: the model, a setting or the machine does not allow it; one clear line.
+    """
+    source = resolve_source(config.model)
+    model = load_model_config(source)
+    threads = config.threads or os.cpu_count() or 1
+    torch.set_num_threads(threads)
+    arithmetic = _arithmetic(config)
+    backend = _backend(config, model, arithmetic)
+    _check_model_len(config, model)
+    decoder = load_decoder(
+        source,
+        model,
+        storage_dtype=arithmetic.storage,
+        compute_dtype=arithmetic.compute,
+        device=arithmetic.device,
+        progress=progress,
+    )
+    num_blocks, max_model_len = _size_pool(config, model, arithmetic.device)
+    per_token = memory_plan.kv_bytes_per_token(model, config.dtype)
+    resolved = ResolvedConfig(
+        model_name=source.name,
+        model=model,
+        dtype=config.dtype,
+        compute_dtype=str(arithmetic.compute).removeprefix("torch."),
+        device=str(arithmetic.device),
+        backend=backend.name,
+        block_size=config.block_size,
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
+        max_num_requests=config.max_num_requests,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        threads=threads,
+        kv_bytes_per_token=per_token,
+        pool_bytes=per_token * config.block_size * num_blocks,
+        notes=arithmetic.notes,
+    )
+    runner = _runner(decoder, backend, resolved, arithmetic)
+    return Engine(resolved, runner, Sampler(runner.logits), seed=config.seed)
+
+
+def _runner(decoder: object, backend: Backend, resolved: ResolvedConfig, arithmetic: Arithmetic) -> ModelRunner:
+    try:
+        return ModelRunner(
+            decoder,  # type: ignore[arg-type]
+            backend,
+            num_blocks=resolved.num_blocks,
+            block_size=resolved.block_size,
+            max_num_requests=resolved.max_num_requests,
+            max_blocks=resolved.max_blocks,
+            kv_dtype=arithmetic.storage,
+            device=arithmetic.device,
+        )
+    except RuntimeError as error:
+        raise MemoryPlanError(
+            f"the KV pool of {resolved.num_blocks} blocks ({memory_plan.format_bytes(resolved.pool_bytes)}) could not "
+            f"be allocated: {error}"
+        ) from error
+
+
+def _arithmetic(config: EngineConfig) -> Arithmetic:
+    has_cuda = torch.cuda.is_available()
+    if config.device == "cuda" and not has_cuda:
+        raise ConfigError("device is 'cuda', but no CUDA device is available; use 'cpu'")
+    device = torch.device("cuda" if has_cuda and config.device != "cpu" else "cpu")
+    storage = TORCH_DTYPES[config.dtype]
+    if storage is torch.bfloat16 and device.type == "cpu" and not _cpu_multiplies_bf16():
+        note = (
+            "this processor has no bf16 arithmetic: weights and K/V are bf16 values, but products run in float32, so "
+            "weights take 4 bytes each"
+        )
+        return Arithmetic(device, storage, torch.float32, (note,))
+    return Arithmetic(device, storage, storage, ())
+
+
+def _cpu_multiplies_bf16() -> bool:
+    """Whether oneDNN has bf16 products for this processor; without them torch's fallback is many times slower."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _backend(config: EngineConfig, model: ModelConfig, arithmetic: Arithmetic) -> Backend:
+    try:
+        backend = select_backend(config.backend, arithmetic.device)
+        backend.check_supported(head_dim=model.head_dim, block_size=config.block_size, dtype=arithmetic.storage)
+    except UnsupportedError as error:
+        raise ConfigError(str(error)) from error
+    return backend
+
+
+def _check_model_len(config: EngineConfig, model: ModelConfig) -> None:
+    if config.max_model_len is not None and config.max_model_len > model.max_position:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len}; this model's positions end at {model.max_position}"
+        )
+
+
+def _size_pool(config: EngineConfig, model: ModelConfig, device: torch.device) -> tuple[int, int]:
+    """Blocks in the pool, and the longest context, which never exceeds the pool."""
+    block_size = config.block_size
+    wanted_len = config.max_model_len or model.max_position
+    blocks_for_longest = -(-wanted_len // block_size)
+    available = memory_plan.free_memory() if device.type == "cpu" else int(torch.cuda.mem_get_info(device)[0])
+    num_blocks = memory_plan.plan_num_blocks(
+        bytes_per_block=memory_plan.kv_bytes_per_token(model, config.dtype) * block_size,
+        num_blocks=config.num_blocks,
+        kv_memory=config.kv_memory,
+        available=available,
+        cap=memory_plan.CPU_POOL_CAP if device.type == "cpu" else None,
+        enough=config.max_num_requests * blocks_for_longest,
+    )
+    capacity = num_blocks * block_size
+    if config.max_model_len is not None and config.max_model_len > capacity:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len}; the pool of {num_blocks} blocks of {block_size} holds "
+            f"{capacity} tokens"
+        )
+    max_model_len = min(wanted_len, capacity)
+    if max_model_len < 2:
+        raise ConfigError(
+            f"the pool of {num_blocks} blocks of {block_size} holds {capacity} token; at least 2 are needed"
+        )
+    return num_blocks, max_model_len

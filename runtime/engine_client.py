@@ -1,0 +1,285 @@
+"""The API process's handle on the engine process: starts it, talks to it, and notices at once when it dies.
+
+asyncio, one event loop. It imports neither torch nor anything that does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from pageframe.runtime import messages
+from pageframe.runtime.admission import max_total_tokens
+from pageframe.runtime.config import EngineConfig, ResolvedConfig
+from pageframe.runtime.errors import EngineDeadError, InvalidRequestError, RequestNotFoundError, StartupError
+from pageframe.runtime.inspection import EngineStats
+from pageframe.runtime.request import RequestOutput, SamplingParams
+
+#: A Unix socket's path may have at most 107 bytes.
+MAX_SOCKET_PATH = 100
+SHUTDOWN_SECONDS = 5.0
+
+
+class OutputQueue:
+    """One request's outputs, in order; the last has its finish_reason set."""
+
+    __slots__ = ("_queue",)
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[RequestOutput | EngineDeadError] = asyncio.Queue()
+
+    async def get(self) -> RequestOutput:
+        """The next output.
+
+        Raises:
+            EngineDeadError: the engine died; there will be no more.
+        """
+        item = await self._queue.get()
+        if isinstance(item, EngineDeadError):
+            raise item
+        return item
+
+    def put(self, item: RequestOutput | EngineDeadError) -> None:
+        self._queue.put_nowait(item)
+
+
+class EngineClient:
+    """Made by `start`. Methods are called from the event loop it was started in."""
+
+    def __init__(
+        self, process: asyncio.subprocess.Process, socket: zmq.asyncio.Socket, folder: str, resolved: ResolvedConfig
+    ) -> None:
+        self.resolved = resolved
+        self.stats = EngineStats(num_blocks=resolved.num_blocks, blocks_free=resolved.num_blocks)
+        self.death_note = ""
+        self._process = process
+        self._socket = socket
+        self._folder = folder
+        self._queues: dict[str, OutputQueue] = {}
+        self._calls: dict[int, asyncio.Future[bytes]] = {}
+        self._num_calls = 0
+        self._last_progress = time.monotonic()
+        self._closing = False
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
+
+    # ---- life and death -------------------------------------------------------------------------------------------
+
+    @classmethod
+    async def start(cls, config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> EngineClient:
+        """Spawn the engine process and wait until it is ready.
+
+        Args:
+            progress: called with (tensors loaded, tensors in all).
+
+        Raises:
+            StartupError: it cannot start; the message is one clear line.
+        """
+        folder = tempfile.mkdtemp(prefix="pageframe-")
+        if len(folder) > MAX_SOCKET_PATH - len("/engine"):
+            shutil.rmtree(folder)
+            folder = tempfile.mkdtemp(prefix="pageframe-", dir="/tmp")
+        address = f"ipc://{folder}/engine"
+        socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.bind(address)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "pageframe.runtime.engine_process", address, stdin=asyncio.subprocess.PIPE
+        )
+        try:
+            await socket.send_multipart(messages.encode(b"start", config))
+            resolved = await _wait_until_ready(process, socket, progress)
+        except BaseException:
+            await _end_process(process)
+            socket.close(linger=0)
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        return cls(process, socket, folder, resolved)
+
+    @property
+    def is_alive(self) -> bool:
+        return not self.death_note
+
+    @property
+    def pid(self) -> int:
+        """Process id of the engine."""
+        return self._process.pid
+
+    @property
+    def num_outstanding(self) -> int:
+        """Requests that have not had their last output."""
+        return len(self._queues)
+
+    def seconds_since_progress(self) -> float:
+        """Seconds since the engine last said anything while requests wait for it; 0.0 when none do."""
+        return time.monotonic() - self._last_progress if self._queues else 0.0
+
+    async def shutdown(self) -> None:
+        """End the engine process and everything that belongs to it. Requests still open get EngineDeadError."""
+        if self._closing:
+            return
+        self._closing = True
+        if self.is_alive:
+            await self._socket.send_multipart(messages.encode(b"shutdown", None))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), SHUTDOWN_SECONDS)
+        await _end_process(self._process)
+        self._die("the engine was shut down")
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._socket.close(linger=0)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _watch(self) -> None:
+        code = await self._process.wait()
+        self._die(f"the engine process ended with code {code}")
+
+    def _die(self, note: str) -> None:
+        """Whoever waits for the engine gets an error now; nothing is retried."""
+        if self.death_note:
+            return
+        self.death_note = note
+        for queue in self._queues.values():
+            queue.put(EngineDeadError(note))
+        self._queues.clear()
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(EngineDeadError(note))
+        self._calls.clear()
+
+    # ---- requests -------------------------------------------------------------------------------------------------
+
+    def add(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        tenant: str = "",
+        priority: int = 0,
+    ) -> OutputQueue:
+        """Hand a request to the engine. `request_id` is the caller's own and must be new.
+
+        Raises:
+            InvalidRequestError: it can never be served as asked.
+            EngineDeadError: there is no engine any more.
+        """
+        self._check_alive()
+        max_total_tokens(prompt_token_ids, params, self.resolved)
+        assert request_id not in self._queues, f"request id {request_id} is live already"
+        if not self._queues:
+            self._last_progress = time.monotonic()
+        queue = self._queues[request_id] = OutputQueue()
+        self._send(b"add", messages.Add(request_id, list(prompt_token_ids), params, tenant, priority))
+        return queue
+
+    def abort(self, request_id: str) -> None:
+        """Its client is gone. Free its blocks; no more outputs come. Does nothing where it has ended."""
+        if self._queues.pop(request_id, None) is not None and self.is_alive:
+            self._send(b"abort", request_id)
+
+    def finish(self, request_id: str, num_output_tokens: int) -> None:
+        """A stop string ended its text after that many output tokens. No more outputs come."""
+        self._queues.pop(request_id, None)
+        if self.is_alive:
+            self._send(b"finish", messages.Finish(request_id, num_output_tokens))
+
+    async def inspect(self, what: str, argument: str = "") -> Any:
+        """Ask about the engine's inside; see inspection.inspect. The answer is of one step.
+
+        Raises:
+            RequestNotFoundError, InvalidRequestError: as inspection.inspect.
+            EngineDeadError: there is no engine any more.
+        """
+        self._check_alive()
+        call = self._num_calls = self._num_calls + 1
+        future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._calls[call] = future
+        self._send(b"question", messages.Question(call, what, argument))
+        try:
+            return json.loads(await future)
+        finally:
+            self._calls.pop(call, None)
+
+    def _check_alive(self) -> None:
+        if not self.is_alive:
+            raise EngineDeadError(self.death_note)
+
+    # ---- messages -------------------------------------------------------------------------------------------------
+
+    def _send(self, kind: bytes, body: Any) -> None:
+        # With no high-water mark this never blocks, and the returned future is done at once.
+        self._socket.send_multipart(messages.encode(kind, body))
+
+    async def _read(self) -> None:
+        while True:
+            kind, body = messages.decode(await self._socket.recv_multipart())
+            if kind == b"step":
+                self._deliver(body)
+            elif kind == b"answer":
+                self._resolve(body)
+
+    def _deliver(self, step: messages.Step) -> None:
+        self.stats = step.stats
+        self._last_progress = time.monotonic()
+        for output in step.outputs:
+            queue = self._queues.get(output.request_id)
+            if queue is None:
+                continue  # aborted or finished while the step ran
+            queue.put(output)
+            if output.finish_reason:
+                del self._queues[output.request_id]
+
+    def _resolve(self, answer: messages.Answer) -> None:
+        future = self._calls.get(answer.call)
+        if future is None or future.done():
+            return
+        if answer.not_found:
+            future.set_exception(RequestNotFoundError(answer.error))
+        elif answer.error:
+            future.set_exception(InvalidRequestError(answer.error))
+        else:
+            future.set_result(answer.body)
+
+
+async def _wait_until_ready(
+    process: asyncio.subprocess.Process,
+    socket: zmq.asyncio.Socket,
+    progress: Callable[[int, int], None] | None,
+) -> ResolvedConfig:
+    ended = asyncio.ensure_future(process.wait())
+    try:
+        while True:
+            receiving = asyncio.ensure_future(socket.recv_multipart())
+            await asyncio.wait([receiving, ended], return_when=asyncio.FIRST_COMPLETED)
+            if not receiving.done():
+                receiving.cancel()
+                raise StartupError(f"the engine process ended with code {process.returncode} before it was ready")
+            kind, body = messages.decode(receiving.result())
+            if kind == b"ready":
+                assert isinstance(body, ResolvedConfig)
+                return body
+            if kind == b"failed":
+                raise StartupError(body)
+            if progress is not None:
+                progress(body.done, body.total)
+    finally:
+        ended.cancel()
+
+
+async def _end_process(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()

@@ -1,0 +1,152 @@
+"""The engine's own process: its main loop. The other side is EngineClient, in engine_client.py.
+
+The loop is: drain the inbox, make one step, send what it gave. Inspections are answered between steps. The process
+ends when it is told to, or at once when its parent is gone: it holds the read end of a pipe (standard input) whose
+other end only the parent has.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from typing import Any
+
+import zmq
+
+from pageframe.runtime import messages
+from pageframe.runtime.config import EngineConfig
+from pageframe.runtime.engine import Engine
+from pageframe.runtime.errors import InvalidRequestError, RequestNotFoundError, StartupError
+from pageframe.runtime.inspection import engine_stats, inspect
+from pageframe.runtime.request import FinishReason, RequestOutput
+
+logger = logging.getLogger(__name__)
+
+
+class EngineLoop:
+    """An engine behind a socket.
+
+    Args:
+        socket: a connected PAIR socket; every message in and out goes through it.
+    """
+
+    def __init__(self, engine: Engine, socket: zmq.Socket[bytes]) -> None:
+        self._engine = engine
+        self._socket = socket
+        self._running = True
+        self._refused: list[RequestOutput] = []
+
+    def run(self) -> None:
+        """Serve until told to shut down."""
+        while self._running:
+            changed = self._drain_inbox()
+            outputs, self._refused = self._refused, []
+            if self._engine.has_work:
+                outputs += self._engine.step()
+            elif not changed:
+                continue
+            self._send(b"step", messages.Step(outputs, engine_stats(self._engine)))
+
+    def _drain_inbox(self) -> bool:
+        """Handle all messages at hand, waiting for one where there is nothing else to do; whether state changed."""
+        changed = False
+        waiting = 0 if self._engine.has_work else -1
+        while self._running and self._socket.poll(waiting, zmq.POLLIN):
+            waiting = 0
+            changed |= self._handle(*messages.decode(self._socket.recv_multipart()))
+        return changed
+
+    def _handle(self, kind: bytes, body: Any) -> bool:
+        if kind == b"add":
+            self._add(body)
+        elif kind == b"abort":
+            return self._engine.abort(body)
+        elif kind == b"finish":
+            return self._engine.finish(body.request_id, body.num_output_tokens)
+        elif kind == b"question":
+            self._send(b"answer", self._answer(body))
+            return False
+        elif kind == b"shutdown":
+            self._running = False
+        return True
+
+    def _add(self, message: messages.Add) -> None:
+        try:
+            self._engine.add(
+                message.request_id,
+                message.prompt_token_ids,
+                message.params,
+                tenant=message.tenant,
+                priority=message.priority,
+            )
+        except InvalidRequestError as error:
+            self._refused.append(
+                RequestOutput(message.request_id, [], finish_reason=FinishReason.ERROR.value, error=error.message)
+            )
+
+    def _answer(self, question: messages.Question) -> messages.Answer:
+        try:
+            body = inspect(self._engine, question.what, question.argument)
+        except RequestNotFoundError as error:
+            return messages.Answer(question.call, error=str(error), not_found=True)
+        except InvalidRequestError as error:
+            return messages.Answer(question.call, error=error.message)
+        return messages.Answer(question.call, body=json.dumps(body, separators=(",", ":")).encode())
+
+    def _send(self, kind: bytes, body: Any) -> None:
+        self._socket.send_multipart(messages.encode(kind, body))
+
+
+def _exit_with_parent() -> None:
+    """End this process, in the middle of whatever it does, once the parent's end of standard input is closed."""
+
+    def watch() -> None:
+        sys.stdin.buffer.read()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def _start(config: EngineConfig, socket: zmq.Socket[bytes]) -> Engine:
+    # Imported here: it pulls in torch, which takes seconds, and the parent may die meanwhile.
+    from pageframe.runtime.engine_builder import build_engine
+
+    def progress(done: int, total: int) -> None:
+        socket.send_multipart(messages.encode(b"loading", messages.Loading(done, total)))
+
+    return build_engine(config, progress)
+
+
+def main(address: str) -> int:
+    """Connect to the client at `address`, build the engine it asks for, serve it."""
+    # The terminal's Ctrl-C and a group's SIGTERM reach this process too; the parent decides when the engine ends, so
+    # that running requests can be drained.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s engine: %(message)s")
+    _exit_with_parent()
+    context = zmq.Context()
+    socket = context.socket(zmq.PAIR)
+    # No high-water mark: a step must never block on a slow reader. What can pile up is bounded by the requests.
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.connect(address)
+    _, config = messages.decode(socket.recv_multipart())
+    try:
+        engine = _start(config, socket)
+    except StartupError as error:
+        socket.send_multipart(messages.encode(b"failed", str(error)))
+        socket.close(linger=5000)
+        return 1
+    socket.send_multipart(messages.encode(b"ready", engine.resolved))
+    EngineLoop(engine, socket).run()
+    socket.close(linger=1000)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

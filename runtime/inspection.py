@@ -1,0 +1,183 @@
+"""Answers about the engine's inside, as plain dicts that go out as JSON.
+
+Called between steps, so every answer is of one step. Read-only: it reports what the scheduler, the tables and the
+allocator hold, and keeps nothing itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pageframe.runtime.engine import Engine
+from pageframe.runtime.errors import InvalidRequestError, RequestNotFoundError
+from pageframe.runtime.request import Request, RequestStatus
+from pageframe.runtime.scheduler import Scheduler
+
+Json = dict[str, Any]
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """The engine's gauges and running totals after a step, for metrics."""
+
+    step: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    num_blocks: int = 0
+    blocks_free: int = 0
+    blocks_cached: int = 0
+    blocks_used: int = 0
+    blocks_pinned: int = 0
+    slots_written: int = 0
+    slots_wasted: int = 0
+    blocks_saved_by_sharing: int = 0
+    num_preemptions: int = 0
+    num_aborts: int = 0
+    step_tokens: int = 0
+
+
+def engine_stats(engine: Engine) -> EngineStats:
+    """Counters and gauges now. Costs a few array sums, whatever the number of blocks."""
+    scheduler = engine.scheduler
+    allocator, tables = scheduler.allocator, scheduler.tables
+    references = int(tables.num_blocks.sum())
+    known, written = _tokens_in_rows(scheduler)
+    last = engine.steps[-1] if engine.steps else None
+    return EngineStats(
+        step=scheduler.step,
+        num_running=scheduler.num_running,
+        num_waiting=scheduler.num_waiting,
+        num_blocks=allocator.num_blocks,
+        blocks_free=allocator.num_free,
+        blocks_used=allocator.num_used,
+        slots_written=written,
+        slots_wasted=references * tables.block_size - known,
+        blocks_saved_by_sharing=references - allocator.num_used,
+        num_preemptions=scheduler.num_preemptions,
+        num_aborts=scheduler.num_aborts,
+        step_tokens=0 if last is None else last.prefill_tokens + last.decode_tokens,
+    )
+
+
+def _tokens_in_rows(scheduler: Scheduler) -> tuple[int, int]:
+    """Tokens that have a slot (computed or about to be), and tokens whose K/V are written, over running requests."""
+    rows = [request.row for request in scheduler.live_requests() if request.row >= 0]
+    computed = scheduler.rows.num_computed_tokens[rows]
+    capacity = scheduler.tables.num_blocks[rows] * scheduler.tables.block_size
+    # The newest token of a decoding request gets its slot in the next step, maybe in a block not yet allocated.
+    with_slot = scheduler.rows.num_tokens[rows].clip(max=capacity)
+    return int(with_slot.sum()), int(computed.sum())
+
+
+def inspect(engine: Engine, what: str, argument: str = "") -> Json:
+    """Answer one question: "kv", "blocks", "requests", "request" (its id) or "steps" (from which step on).
+
+    Raises:
+        RequestNotFoundError: no live or recently finished request has this id.
+        InvalidRequestError: `what` or `argument` is not one.
+    """
+    if what == "kv":
+        return _kv(engine)
+    if what == "blocks":
+        return _blocks(engine)
+    if what == "requests":
+        live = engine.scheduler.live_requests()
+        return {"step": engine.scheduler.step, "requests": [_request(engine, request) for request in live]}
+    if what == "request":
+        request = engine.scheduler.find(argument)
+        if request is None:
+            raise RequestNotFoundError(argument)
+        return {"step": engine.scheduler.step, **_request(engine, request)}
+    if what == "steps":
+        return _steps(engine, argument)
+    raise InvalidRequestError(f"there is nothing to inspect under {what!r}")
+
+
+def _kv(engine: Engine) -> Json:
+    stats, resolved = engine_stats(engine), engine.resolved
+    return {
+        "step": stats.step,
+        "block_size": resolved.block_size,
+        "num_blocks": stats.num_blocks,
+        "blocks": {
+            "free": stats.blocks_free,
+            "cached": stats.blocks_cached,
+            "used": stats.blocks_used,
+            "pinned": stats.blocks_pinned,
+        },
+        "slots": {"written": stats.slots_written, "wasted": stats.slots_wasted},
+        "blocks_saved_by_sharing": stats.blocks_saved_by_sharing,
+        "bytes": {
+            "pool": resolved.pool_bytes,
+            "per_block": resolved.kv_bytes_per_token * resolved.block_size,
+            "per_token": resolved.kv_bytes_per_token,
+        },
+        "requests": {"running": stats.num_running, "waiting": stats.num_waiting},
+        "preemptions": stats.num_preemptions,
+    }
+
+
+def _blocks(engine: Engine) -> Json:
+    scheduler = engine.scheduler
+    block_size = scheduler.tables.block_size
+    owners: dict[int, list[str]] = {}
+    filled: dict[int, int] = {}
+    for request in scheduler.live_requests():
+        if request.row < 0:
+            continue
+        computed = int(scheduler.rows.num_computed_tokens[request.row])
+        for index, block_id in enumerate(scheduler.tables.block_ids(request.row)):
+            owners.setdefault(block_id, []).append(request.request_id)
+            filled[block_id] = max(filled.get(block_id, 0), min(block_size, max(0, computed - index * block_size)))
+    blocks = [
+        {
+            "id": block_id,
+            "state": "used" if count else "free",
+            "ref_count": count,
+            "owners": owners.get(block_id, []),
+            "filled": filled.get(block_id, 0),
+            "digest": None,
+        }
+        for block_id, count in enumerate(scheduler.allocator.ref_counts())
+    ]
+    return {"step": scheduler.step, "blocks": blocks}
+
+
+def _request(engine: Engine, request: Request) -> Json:
+    scheduler = engine.scheduler
+    running = request.status is RequestStatus.RUNNING
+    row = request.row
+    num_tokens = int(scheduler.rows.num_tokens[row]) if running else len(request.token_ids)
+    return {
+        "id": request.request_id,
+        "status": request.status.value,
+        "finish_reason": None if request.finish_reason is None else request.finish_reason.value,
+        "tenant": request.tenant,
+        "priority": request.priority,
+        "seed": request.seed,
+        "row": row if running else None,
+        "num_tokens": num_tokens,
+        "num_prompt_tokens": request.num_prompt_tokens,
+        "num_output_tokens": num_tokens - request.num_prompt_tokens,
+        "max_total_tokens": request.max_total_tokens,
+        "num_computed_tokens": int(scheduler.rows.num_computed_tokens[row]) if running else 0,
+        "num_cached_tokens": 0,
+        "num_preemptions": request.num_preemptions,
+        "block_table": scheduler.tables.block_ids(row) if running else [],
+        "timings": {
+            "arrived": request.arrival_time,
+            "first_scheduled": request.first_scheduled_time,
+            "first_token": request.first_token_time,
+            "finished": request.finish_time,
+        },
+        "waits": [asdict(wait) for wait in request.waits],
+    }
+
+
+def _steps(engine: Engine, argument: str) -> Json:
+    text = argument or "0"
+    if not text.isdecimal():
+        raise InvalidRequestError(f"since is {argument!r}; it must be a step number, 0 or more", param="since")
+    since = int(text)
+    return {"steps": [asdict(record) for record in engine.steps if record.step >= since]}

@@ -1,0 +1,123 @@
+"""How much memory the KV cache takes, and how many blocks fit.
+
+The formula: one token's K and V take
+
+    2 * num_layers * num_kv_heads * head_dim * bytes_per_element
+
+bytes (2: K and V). With 32 layers, 32 KV heads of 128 and bf16 that is 512 KiB a token, 2 GiB for 4,096 tokens.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from pageframe.runtime.config import ModelConfig
+from pageframe.runtime.errors import ConfigError, MemoryPlanError
+
+DTYPE_BYTES = {"bf16": 2, "float32": 4}
+GIB = 1024**3
+#: Without a word from the user the pool takes no more than this on a CPU, whose memory others need too.
+CPU_POOL_CAP = 4 * GIB
+#: The share of free memory that the pool may take, so that weights in flight and activations have room.
+POOL_SHARE = 0.5
+
+_UNITS = {"": 1, "b": 1, "kib": 1024, "mib": 1024**2, "gib": GIB, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of "1073741824", "512MiB", "4GiB" or "1.5 GB".
+
+    Raises:
+        ConfigError: not a size.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    if match is None or match.group(2).lower() not in _UNITS:
+        raise ConfigError(f"{text!r} is not a size; write bytes, or a number with KiB, MiB, GiB, KB, MB or GB")
+    return int(float(match.group(1)) * _UNITS[match.group(2).lower()])
+
+
+def format_bytes(count: float) -> str:
+    """Bytes for people: "512.0 KiB", "2.00 GiB"."""
+    if count < 1024:
+        return f"{count:.0f} B"
+    for unit in ("KiB", "MiB"):
+        count /= 1024
+        if count < 1024:
+            return f"{count:.1f} {unit}"
+    return f"{count / 1024:.2f} GiB"
+
+
+def kv_bytes_per_token(model: ModelConfig, dtype: str) -> int:
+    """Bytes of one token's K and V over all layers."""
+    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * DTYPE_BYTES[dtype]
+
+
+def free_memory() -> int:
+    """Bytes of host memory that can be taken without swapping: the kernel's estimate, or what a cgroup leaves."""
+    return min(_available_on_machine(), _available_in_cgroup())
+
+
+def _available_on_machine() -> int:
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _available_in_cgroup() -> int:
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if not limit.exists() or not used.exists() or limit.read_text().strip() == "max":
+        return 2**63 - 1
+    return max(0, int(limit.read_text()) - int(used.read_text()))
+
+
+def plan_num_blocks(
+    *,
+    bytes_per_block: int,
+    num_blocks: int | None,
+    kv_memory: int | None,
+    available: int,
+    cap: int | None,
+    enough: int,
+) -> int:
+    """How many blocks the pool gets.
+
+    Args:
+        num_blocks, kv_memory: what the user asked for; the first wins.
+        available: bytes that are free now, weights already loaded.
+        cap: most bytes to take unasked, None for no cap.
+        enough: blocks past which no set of requests could use more; not exceeded unasked.
+
+    Raises:
+        MemoryPlanError: not one block fits, or what was asked for does not.
+    """
+    if num_blocks is not None:
+        wanted = num_blocks * bytes_per_block
+        if wanted > available:
+            raise MemoryPlanError(
+                f"num_blocks {num_blocks} needs {format_bytes(wanted)} of memory; {format_bytes(available)} are free"
+            )
+        return num_blocks
+    if kv_memory is not None:
+        if kv_memory < bytes_per_block:
+            raise MemoryPlanError(
+                f"kv_memory is {format_bytes(kv_memory)}; one block of the KV cache takes "
+                f"{format_bytes(bytes_per_block)}"
+            )
+        if kv_memory > available:
+            raise MemoryPlanError(
+                f"kv_memory is {format_bytes(kv_memory)}; {format_bytes(available)} of memory are free"
+            )
+        return kv_memory // bytes_per_block
+    budget = int(available * POOL_SHARE)
+    budget = budget if cap is None else min(budget, cap)
+    if budget < bytes_per_block:
+        raise MemoryPlanError(
+            f"too little memory for the KV cache: {format_bytes(available)} free, {format_bytes(budget)} of it for the "
+            f"cache, and one block takes {format_bytes(bytes_per_block)}"
+        )
+    return min(budget // bytes_per_block, enough)

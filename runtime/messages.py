@@ -1,0 +1,100 @@
+"""What the API process and the engine process say to each other: slotted dataclasses, msgspec's msgpack, no pickle.
+
+A message is two frames: its kind, and its body encoded as the type that MESSAGE_TYPES gives for the kind.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from pageframe.runtime.config import EngineConfig, ResolvedConfig
+from pageframe.runtime.inspection import EngineStats
+from pageframe.runtime.request import RequestOutput, SamplingParams
+
+
+@dataclass(slots=True)
+class Add:
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    tenant: str
+    priority: int
+
+
+@dataclass(slots=True)
+class Finish:
+    """A stop string ended the text `num_output_tokens` tokens into the output."""
+
+    request_id: str
+    num_output_tokens: int
+
+
+@dataclass(slots=True)
+class Question:
+    """An inspection, answered between two steps under the same `call`."""
+
+    call: int
+    what: str
+    argument: str
+
+
+@dataclass(slots=True)
+class Answer:
+    """`body` is JSON; `error` is empty or says why there is none, `not_found` that the id is unknown."""
+
+    call: int
+    body: bytes = b""
+    error: str = ""
+    not_found: bool = False
+
+
+@dataclass(slots=True)
+class Step:
+    """What a step gave; with no outputs, just news of the gauges."""
+
+    outputs: list[RequestOutput]
+    stats: EngineStats
+
+
+@dataclass(slots=True)
+class Loading:
+    done: int
+    total: int
+
+
+# To the engine: start, add, abort, finish, question, shutdown. From it: loading, ready, failed, step, answer.
+MESSAGE_TYPES: dict[bytes, Any] = {
+    b"start": EngineConfig,
+    b"add": Add,
+    b"abort": str,
+    b"finish": Finish,
+    b"question": Question,
+    b"shutdown": None,
+    b"loading": Loading,
+    b"ready": ResolvedConfig,
+    b"failed": str,
+    b"step": Step,
+    b"answer": Answer,
+}
+
+_encoder = msgspec.msgpack.Encoder()
+_decoders = {kind: msgspec.msgpack.Decoder(body) for kind, body in MESSAGE_TYPES.items()}
+
+
+def encode(kind: bytes, body: Any) -> list[bytes]:
+    """The frames of a message."""
+    assert kind in MESSAGE_TYPES, f"{kind!r} is no kind of message"
+    return [kind, _encoder.encode(body)]
+
+
+def decode(frames: list[bytes]) -> tuple[bytes, Any]:
+    """Kind and body of a message's frames.
+
+    Raises:
+        msgspec.DecodeError: the body is not of the kind's type.
+    """
+    kind, body = frames
+    return kind, _decoders[kind].decode(body)

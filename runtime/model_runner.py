@@ -1,0 +1,97 @@
+"""Runs the model: owns the weights, the KV pool and the device's copy of the block tables.
+
+It knows batches, not requests: no queues, no text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from pageframe.kernels.attention import Backend, fill_block, kv_cache_shape, read_block
+from pageframe.runtime.batch import Batch
+from pageframe.runtime.block_table import TableUpdates
+from pageframe.runtime.models.decoder import Decoder
+
+
+class ModelRunner:
+    """One decoder over one KV pool.
+
+    Args:
+        decoder: the model, its weights already on `device`.
+        backend: attention kernels.
+        kv_dtype: what K and V are stored as.
+
+    The pool is one tensor [num_layers, *kv_cache_shape]; its memory is taken once, here.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        backend: Backend,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_requests: int,
+        max_blocks: int,
+        kv_dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        model = decoder.config
+        shape = kv_cache_shape(num_blocks, model.num_kv_heads, block_size, model.head_dim)
+        self._decoder = decoder
+        self._backend = backend
+        self._block_size = block_size
+        self._device = device
+        self._pool = torch.empty((model.num_layers, *shape), dtype=kv_dtype, device=device)
+        self._kv_caches = list(self._pool.unbind(0))
+        self._tables = torch.zeros((max_num_requests, max_blocks), dtype=torch.int32, device=device)
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of the KV pool as allocated."""
+        return self._pool.numel() * self._pool.element_size()
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """One pass over a step's tokens; K and V are written to their slots.
+
+        Returns:
+            hidden states [len(batch.wanted), hidden_size] of the wanted tokens, before the final norm.
+        """
+        self._apply(batch.table_updates)
+        plan = self._backend.plan_attention(batch, self._tables, self._block_size)
+        hidden = self._decoder.forward(
+            self._to_device(torch.from_numpy(batch.token_ids)),
+            self._to_device(torch.from_numpy(batch.positions)),
+            self._kv_caches,
+            self._to_device(torch.from_numpy(batch.slots)),
+            plan,
+            self._backend,
+        )
+        return hidden[self._to_device(torch.from_numpy(batch.wanted))]
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 [n, vocab_size] of hidden states [n, hidden_size]."""
+        return self._decoder.logits(hidden)
+
+    def read_block(self, layer: int, block_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of one block of one layer, each [num_kv_heads, block_size, head_dim]."""
+        return read_block(self._kv_caches[layer], block_id)
+
+    def fill_blocks(self, block_ids: Sequence[int], value: float) -> None:
+        """Overwrite whole blocks in every layer; tests poison free blocks with NaN this way."""
+        ids = torch.tensor(block_ids, dtype=torch.int64, device=self._device)
+        for kv_cache in self._kv_caches:
+            fill_block(kv_cache, ids, value)
+
+    def _apply(self, updates: TableUpdates) -> None:
+        if len(updates):
+            rows = self._to_device(torch.from_numpy(updates.rows).long())
+            indices = self._to_device(torch.from_numpy(updates.indices).long())
+            self._tables[rows, indices] = self._to_device(torch.from_numpy(updates.block_ids))
+
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._device, non_blocking=True)

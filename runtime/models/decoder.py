@@ -1,0 +1,128 @@
+"""The one decoder of all families, driven by ModelConfig: tokens to hidden states to logits.
+
+Knows nothing of files, families or schedules. Runs under the caller's inference mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pageframe.runtime.config import ModelConfig
+from pageframe.runtime.models.layers import LayerWeights, RotaryTable, decoder_layer, rms_norm
+from pageframe.runtime.models.weights import DenseWeight, Weight
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    """Everything a decoder holds.
+
+    Args:
+        embedding: [vocab_size, hidden_size], in the dtype of the hidden states.
+        final_norm: [hidden_size].
+        output: hidden_size -> vocab_size.
+        rope_factors: [head_dim / 2] divisors of the rotary frequencies, or None.
+    """
+
+    embedding: Tensor
+    layers: Sequence[LayerWeights]
+    final_norm: Tensor
+    output: Weight
+    rope_factors: Tensor | None = None
+
+
+class Decoder:
+    """A model ready to run. `loader.load_decoder` and `Decoder.random` make one.
+
+    Positions may go up to `config.max_position`; for another limit give it a config with that max_position.
+    """
+
+    def __init__(self, config: ModelConfig, weights: DecoderWeights) -> None:
+        self.config = config
+        self._weights = weights
+        self._rotary = RotaryTable(config, weights.embedding.device, weights.rope_factors)
+
+    @classmethod
+    def random(
+        cls,
+        config: ModelConfig,
+        *,
+        storage_dtype: torch.dtype,
+        compute_dtype: torch.dtype,
+        device: torch.device,
+        seed: int,
+    ) -> Decoder:
+        """A decoder with random weights, the same for the same seed and device type, in place of a model's.
+
+        Matrices are normal with a deviation of 1/sqrt(in_features), norms near 1, biases small: hidden states keep
+        their size from layer to layer.
+        """
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def normal(*shape: int, scale: float, mean: float = 0.0) -> Tensor:
+            values = torch.empty(shape, device=device).normal_(mean, scale, generator=generator)
+            return values.to(storage_dtype).to(compute_dtype)
+
+        def dense(out_features: int, in_features: int, bias: bool = False) -> DenseWeight:
+            values = normal(out_features, in_features, scale=in_features**-0.5)
+            return DenseWeight(values, normal(out_features, scale=0.1) if bias else None)
+
+        def norm(*shape: int) -> Tensor:
+            return normal(*shape, scale=0.1, mean=1.0)
+
+        def layer(window: int | None) -> LayerWeights:
+            num_qk_heads = config.num_heads + config.num_kv_heads
+            hidden_size, intermediate_size = config.hidden_size, config.intermediate_size
+            return LayerWeights(
+                attention_norm=norm(hidden_size),
+                qkv=dense((num_qk_heads + config.num_kv_heads) * config.head_dim, hidden_size, config.qkv_bias),
+                qk_norm=norm(num_qk_heads, config.head_dim) if config.qk_norm else None,
+                o=dense(hidden_size, config.num_heads * config.head_dim, config.output_bias),
+                mlp_norm=norm(hidden_size),
+                gate_up=dense(2 * intermediate_size, hidden_size, config.mlp_bias),
+                down=dense(hidden_size, intermediate_size, config.mlp_bias),
+                window=window,
+            )
+
+        embedding = normal(config.vocab_size, config.hidden_size, scale=1.0)
+        layers = [layer(window) for window in config.windows or (None,) * config.num_layers]
+        tied = config.tie_word_embeddings
+        output = DenseWeight(embedding) if tied else dense(config.vocab_size, config.hidden_size)
+        return cls(config, DecoderWeights(embedding, layers, norm(config.hidden_size), output))
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        kv_caches: Sequence[Tensor],
+        slots: Tensor,
+        plan: Any,
+        backend: Any,
+    ) -> Tensor:
+        """One step through all layers; K and V of its tokens go to their slots.
+
+        Args:
+            token_ids: int64 [num_tokens], below vocab_size.
+            positions: int64 [num_tokens], below config.max_position.
+            kv_caches: one tensor per layer.
+            slots: int64 [num_tokens]; -1 writes nothing.
+            plan: what `backend.plan_attention` made of the step.
+            backend: the attention kernels.
+
+        Returns:
+            [num_tokens, hidden_size], before the final norm.
+        """
+        rotation = self._rotary.at(positions)
+        hidden = self._weights.embedding.index_select(0, token_ids)
+        for layer, kv_cache in zip(self._weights.layers, kv_caches, strict=True):
+            decoder_layer(hidden, layer, self.config, rotation, kv_cache, slots, plan, backend)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [num_rows, hidden_size], before the final norm -> float32 [num_rows, vocab_size]."""
+        weights = self._weights
+        return weights.output(rms_norm(hidden, weights.final_norm, self.config.norm_eps)).float()

@@ -1,0 +1,160 @@
+"""The pieces of a decoder layer: norm, rotary positions, attention and gated MLP around the kernels' entry.
+
+Knows shapes and order of operations, not where weights come from. A decode step on a CPU is bound by the cost of
+calling operations, so each piece uses as few as it can.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pageframe.runtime.config import ModelConfig, RopeScaling
+from pageframe.runtime.models.weights import Weight
+
+#: Positions are tabulated this many at a time, so that a position's values do not depend on the table's length.
+_TABLE_CHUNK = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """What one layer holds.
+
+    Args:
+        attention_norm, mlp_norm: [hidden_size].
+        qkv: hidden_size -> (num_heads + 2 * num_kv_heads) * head_dim; q heads, then k, then v.
+        qk_norm: [num_heads + num_kv_heads, head_dim], the norm of q's and k's heads, or None.
+        gate_up: hidden_size -> 2 * intermediate_size; gate, then up.
+        window: how many tokens back a query sees, itself included; None sees everything.
+    """
+
+    attention_norm: Tensor
+    qkv: Weight
+    qk_norm: Tensor | None
+    o: Weight
+    mlp_norm: Tensor
+    gate_up: Weight
+    down: Weight
+    window: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """The rotary factors of a step's tokens, for whole heads: both [num_tokens, 1, head_dim] float32.
+
+    Args:
+        cos: the cosines, twice over.
+        sin: the sines, negated in the first half; they go with the head whose halves are swapped.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+
+class RotaryTable:
+    """Rotary factors of every position up to a length.
+
+    Args:
+        config: `max_position` is the length; `rope_theta` and `rope_scaling` make the frequencies.
+        factors: [head_dim / 2] divisors of the frequencies, which some files carry, or None.
+    """
+
+    def __init__(self, config: ModelConfig, device: torch.device, factors: Tensor | None = None) -> None:
+        frequencies = rotary_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+        if factors is not None:
+            frequencies = frequencies / factors
+        chunks = [
+            torch.outer(torch.arange(start, start + _TABLE_CHUNK, dtype=torch.float32), frequencies)
+            for start in range(0, config.max_position, _TABLE_CHUNK)
+        ]
+        cos = torch.cat([chunk.cos() for chunk in chunks])[: config.max_position]
+        sin = torch.cat([chunk.sin() for chunk in chunks])[: config.max_position]
+        self._cos = torch.cat((cos, cos), dim=1).unsqueeze(1).to(device)
+        self._sin = torch.cat((-sin, sin), dim=1).unsqueeze(1).to(device)
+
+    def at(self, positions: Tensor) -> Rotation:
+        """The factors of `positions`, int64 [num_tokens], each below the config's max_position."""
+        return Rotation(self._cos.index_select(0, positions), self._sin.index_select(0, positions))
+
+
+def rotary_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
+    """Radians per position of each rotary pair: [head_dim / 2] float32.
+
+    Pair i turns by theta^(-2i / head_dim) per position (Su et al., https://arxiv.org/abs/2104.09864). Llama 3.1
+    divides by `factor` the frequencies whose wavelength exceeds original_max_position / low_freq_factor, keeps
+    those below original_max_position / high_freq_factor, and blends linearly in (original / wavelength) between
+    (https://github.com/meta-llama/llama-models, models/llama3/model.py).
+    """
+    frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    if scaling is None:
+        return frequencies
+    stretched = frequencies / scaling.factor
+    if scaling.kind == "linear":
+        return stretched
+    turns = scaling.original_max_position * frequencies / (2 * math.pi)
+    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    return torch.lerp(stretched, frequencies, kept.clamp(0, 1))
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis, in float32, returned in x's dtype.
+
+    The weight is applied after rounding to x's dtype, as Hugging Face's models do.
+    """
+    normed = F.rms_norm(x.float(), (x.shape[-1],), None, eps).to(x.dtype)
+    return normed if weight is None else normed.mul_(weight)
+
+
+def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
+    """Turns each head's pairs (i, i + head_dim / 2) by their position's angles.
+
+    Args:
+        heads: [num_tokens, num_heads, head_dim].
+
+    Returns:
+        A new tensor of the same shape and dtype; computed in float32.
+    """
+    num_tokens, num_heads, head_dim = heads.shape
+    swapped = heads.view(num_tokens, num_heads, 2, head_dim // 2).flip(2).view_as(heads)
+    return (heads * rotation.cos).addcmul_(swapped, rotation.sin).to(heads.dtype)
+
+
+def decoder_layer(
+    hidden: Tensor,
+    weights: LayerWeights,
+    config: ModelConfig,
+    rotation: Rotation,
+    kv_cache: Tensor,
+    slots: Tensor,
+    plan: Any,
+    backend: Any,
+) -> None:
+    """One layer: adds attention's and the MLP's output to the residual stream, in place.
+
+    Args:
+        hidden: [num_tokens, hidden_size], the residual stream; changed.
+        rotation: the rotary factors of the step's positions.
+        kv_cache: this layer's blocks; K and V of the step's tokens are written to `slots`.
+        slots: int64 [num_tokens]; -1 writes nothing.
+        plan: what `backend.plan_attention` made of the step.
+    """
+    num_tokens = hidden.shape[0]
+    num_heads, num_kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+
+    qkv = weights.qkv(rms_norm(hidden, weights.attention_norm, config.norm_eps))
+    heads = qkv.view(num_tokens, num_heads + 2 * num_kv_heads, head_dim)
+    qk, v = heads.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
+    if weights.qk_norm is not None:
+        qk = rms_norm(qk, weights.qk_norm, config.norm_eps)
+    q, k = rotate(qk, rotation).split((num_heads, num_kv_heads), dim=1)
+    backend.write_kv(k, v, kv_cache, slots)
+    attended = backend.paged_attention(q, kv_cache, plan, scale=head_dim**-0.5, window=weights.window)
+    hidden.add_(weights.o(attended.view(num_tokens, num_heads * head_dim)))
+
+    gate, up = weights.gate_up(rms_norm(hidden, weights.mlp_norm, config.norm_eps)).chunk(2, dim=1)
+    hidden.add_(weights.down(F.silu(gate).mul_(up)))

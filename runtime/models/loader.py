@@ -1,0 +1,290 @@
+"""Fills a decoder with the weights of a GGUF file or a folder of safetensors.
+
+Tensors are read, converted and handed over one at a time, so memory peaks near the model's own size. Knows the
+files' layouts; what the names mean is in families.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pageframe.runtime.config import ModelConfig
+from pageframe.runtime.errors import ModelError
+from pageframe.runtime.models.config import read_json
+from pageframe.runtime.models.decoder import Decoder, DecoderWeights
+from pageframe.runtime.models.families import GGUF_ROPE_FACTORS, family_named, gguf_name, hf_name, is_ignored
+from pageframe.runtime.models.gguf import GgufFile
+from pageframe.runtime.models.layers import LayerWeights
+from pageframe.runtime.models.source import ModelSource
+from pageframe.runtime.models.weights import DenseWeight
+
+Progress = Callable[[int, int], None]
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+
+
+def load_decoder(
+    source: ModelSource,
+    config: ModelConfig,
+    *,
+    storage_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress | None = None,
+) -> Decoder:
+    """Reads the model's weights.
+
+    Args:
+        config: what `load_model_config(source)` gave; its max_position may be changed.
+        storage_dtype: what the matrices' values are rounded to.
+        compute_dtype: what they are held in, and what the arithmetic and the hidden states use. With bfloat16 storage
+            and float32 arithmetic the values are bfloat16's, held as float32.
+        progress: called as (tensors done, tensors in all) after each tensor.
+
+    Raises:
+        ModelError: a tensor is missing, unknown, damaged or of the wrong shape.
+    """
+    store = _GgufStore(source.path, config) if source.kind == "gguf" else _FolderStore(source.path)
+    reader = _Reader(store, storage_dtype, compute_dtype, device, progress)
+    with torch.inference_mode():
+        weights = _read_weights(reader, config)
+        reader.refuse_leftovers()
+        return Decoder(config, weights)
+
+
+class _Store(Protocol):
+    """Tensors by our names, in whatever file they are."""
+
+    where: Path
+
+    def stored_names(self) -> Iterable[str]: ...
+
+    def stored_name(self, name: str) -> str: ...
+
+    def shape(self, stored_name: str) -> tuple[int, ...]: ...
+
+    def read(self, name: str) -> Tensor: ...
+
+
+class _Reader:
+    """Reads tensors of a store, checks their shapes, converts them, and knows which were never asked for."""
+
+    def __init__(
+        self,
+        store: _Store,
+        storage_dtype: torch.dtype,
+        compute_dtype: torch.dtype,
+        device: torch.device,
+        progress: Progress | None,
+    ) -> None:
+        self._store = store
+        self._storage_dtype = storage_dtype
+        self._compute_dtype = compute_dtype
+        self._device = device
+        self._progress = progress
+        self._left = {name for name in store.stored_names() if not is_ignored(name)}
+        self._total = len(self._left)
+
+    def matrix(self, names: Iterable[str], rows: Iterable[int], columns: int) -> Tensor:
+        """Tensors of `rows` x `columns` one below the other: rounded to the storage dtype, in the compute dtype."""
+        parts = list(zip(names, rows, strict=True))
+        whole = torch.empty(sum(size for _, size in parts), columns, dtype=self._compute_dtype, device=self._device)
+        start = 0
+        for name, size in parts:
+            whole[start : start + size] = self._read(name, (size, columns)).to(self._storage_dtype)
+            start += size
+        return whole
+
+    def vector(self, name: str, *shape: int) -> Tensor:
+        """A norm's weight or a bias: a few values, so they are not rounded to the storage dtype."""
+        return self._read(name, shape).to(self._compute_dtype).to(self._device)
+
+    def dense(self, names: str, bias: bool, layer: int, out_features: Sequence[int], in_features: int) -> DenseWeight:
+        """The fused weight of the matrices `names` (space between them) of a layer."""
+        full_names = [f"layers.{layer}.{name}" for name in names.split()]
+        weight = self.matrix([f"{name}.weight" for name in full_names], out_features, in_features)
+        parts = zip(full_names, out_features, strict=True) if bias else ()
+        biases = [self.vector(f"{name}.bias", size) for name, size in parts]
+        return DenseWeight(weight, torch.cat(biases) if biases else None)
+
+    def rope_factors(self, size: int) -> Tensor | None:
+        """The file's divisors of the rotary frequencies, float32 on the CPU, or None."""
+        if GGUF_ROPE_FACTORS not in self._left:
+            return None
+        return self._read(GGUF_ROPE_FACTORS, (size,)).float()
+
+    def drop(self, name: str) -> None:
+        """Takes a tensor as known without reading it."""
+        self._left.discard(self._store.stored_name(name))
+
+    def refuse_leftovers(self) -> None:
+        """Refuses tensors that no part of the decoder asked for: the model is not what its config says.
+
+        Raises:
+            ModelError: there are some.
+        """
+        if self._left:
+            first = min(self._left)
+            raise ModelError(
+                f"{self._store.where}: tensor {first!r} is no part of this model as its configuration describes it"
+                + (f" ({len(self._left)} such tensors)" if len(self._left) > 1 else "")
+            )
+
+    def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        stored_name = self._store.stored_name(name)
+        if stored_name not in self._left:
+            raise ModelError(f"{self._store.where}: tensor {stored_name!r} is missing")
+        found = self._store.shape(stored_name)
+        if found != shape:
+            raise ModelError(
+                f"{self._store.where}: tensor {stored_name!r} has shape {list(found)}; "
+                f"the configuration asks for {list(shape)}"
+            )
+        values = self._store.read(name)
+        self._left.discard(stored_name)
+        if self._progress is not None:
+            self._progress(self._total - len(self._left), self._total)
+        return values
+
+
+def _read_weights(reader: _Reader, config: ModelConfig) -> DecoderWeights:
+    hidden_size, vocab_size = config.hidden_size, config.vocab_size
+    rope_factors = reader.rope_factors(config.head_dim // 2)
+    embedding = reader.matrix(["embedding.weight"], [vocab_size], hidden_size)
+    windows = config.windows or (None,) * config.num_layers
+    layers = [_read_layer(reader, config, layer, window) for layer, window in enumerate(windows)]
+    final_norm = reader.vector("final_norm.weight", hidden_size)
+    if config.tie_word_embeddings:
+        # On a CPU this is a second copy, in the packed layout: looking a row up needs the plain one, and the
+        # final projection is a tenth of a decode step or more, which the packed one makes clearly faster.
+        output = DenseWeight(embedding)
+        reader.drop("output.weight")
+    else:
+        output = DenseWeight(reader.matrix(["output.weight"], [vocab_size], hidden_size))
+    return DecoderWeights(embedding, layers, final_norm, output, rope_factors)
+
+
+def _read_layer(reader: _Reader, config: ModelConfig, layer: int, window: int | None) -> LayerWeights:
+    hidden_size, head_dim = config.hidden_size, config.head_dim
+    q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
+    mlp_size = config.intermediate_size
+    name = f"layers.{layer}"
+    qk_norm = None
+    if config.qk_norm:
+        q_norm = reader.vector(f"{name}.q_norm.weight", head_dim).expand(config.num_heads, head_dim)
+        k_norm = reader.vector(f"{name}.k_norm.weight", head_dim).expand(config.num_kv_heads, head_dim)
+        qk_norm = torch.cat((q_norm, k_norm))
+    return LayerWeights(
+        attention_norm=reader.vector(f"{name}.attention_norm.weight", hidden_size),
+        qkv=reader.dense("q k v", config.qkv_bias, layer, (q_size, kv_size, kv_size), hidden_size),
+        qk_norm=qk_norm,
+        o=reader.dense("o", config.output_bias, layer, (hidden_size,), q_size),
+        mlp_norm=reader.vector(f"{name}.mlp_norm.weight", hidden_size),
+        gate_up=reader.dense("gate up", config.mlp_bias, layer, (mlp_size, mlp_size), hidden_size),
+        down=reader.dense("down", config.mlp_bias, layer, (hidden_size,), mlp_size),
+        window=window,
+    )
+
+
+class _GgufStore:
+    """A GGUF file's tensors."""
+
+    def __init__(self, path: Path, config: ModelConfig) -> None:
+        self.where = path
+        self._file = GgufFile(path)
+        pairs = family_named(config.family).gguf_rotary_pairs
+        self._heads = {"q": config.num_heads, "k": config.num_kv_heads} if pairs else {}
+
+    def stored_names(self) -> Iterable[str]:
+        return self._file.tensors
+
+    def stored_name(self, name: str) -> str:
+        return name if name == GGUF_ROPE_FACTORS else gguf_name(name)
+
+    def shape(self, stored_name: str) -> tuple[int, ...]:
+        return self._file.tensors[stored_name].shape
+
+    def read(self, name: str) -> Tensor:
+        array = self._file.read_tensor(self.stored_name(name))
+        values = torch.from_numpy(array if array.flags.writeable else array.copy())
+        num_heads = self._heads.get(name.split(".")[-2])
+        return values if num_heads is None else _halves_from_pairs(values, num_heads)
+
+
+def _halves_from_pairs(values: Tensor, num_heads: int) -> Tensor:
+    """Rows (or a bias) of q or k: from rotary pairs that lie side by side to (i, i + head_dim / 2)."""
+    rows = values.view(num_heads, -1, 2, *values.shape[1:])
+    return rows.transpose(1, 2).reshape(values.shape)
+
+
+class _FolderStore:
+    """The tensors of a Hugging Face folder's safetensors, one file or sharded."""
+
+    def __init__(self, folder: Path) -> None:
+        self.where = folder
+        self._shards: dict[str, Any] = {}
+        self._shard_of: dict[str, str] = {}
+        for shard in self._shard_names():
+            handle = self._open(shard)
+            for stored_name in handle.keys():  # noqa: SIM118 - the handle is no mapping
+                if stored_name in self._shard_of:
+                    raise ModelError(f"{folder}: tensor {stored_name!r} is in {self._shard_of[stored_name]} and {shard}")
+                self._shard_of[stored_name] = shard
+
+    def stored_names(self) -> Iterable[str]:
+        return self._shard_of
+
+    def stored_name(self, name: str) -> str:
+        return name if name == GGUF_ROPE_FACTORS else hf_name(name)
+
+    def shape(self, stored_name: str) -> tuple[int, ...]:
+        return tuple(self._shards[self._shard_of[stored_name]].get_slice(stored_name).get_shape())
+
+    def read(self, name: str) -> Tensor:
+        stored_name = self.stored_name(name)
+        shard = self._shard_of[stored_name]
+        values: Tensor = self._shards[shard].get_tensor(stored_name)
+        if not values.is_floating_point():
+            raise ModelError(f"{self.where / shard}: tensor {stored_name!r} is {values.dtype}, not floating point")
+        return values
+
+    def _shard_names(self) -> list[str]:
+        index = self.where / _INDEX
+        if index.is_file():
+            weight_map = read_json(index).get("weight_map")
+            if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+                raise ModelError(f"{index}: weight_map must name a file for each tensor")
+            shards = sorted(set(weight_map.values()))
+            for shard in shards:
+                if Path(shard).name != shard:
+                    raise ModelError(f"{index}: weight_map names {shard!r}, which is no plain file name")
+            return shards
+        if (self.where / _SINGLE).is_file():
+            return [_SINGLE]
+        found = sorted(path.name for path in self.where.glob("*.safetensors"))
+        if len(found) == 1:
+            return found
+        if found:
+            raise ModelError(f"{self.where}: holds {len(found)} safetensors files but no {_INDEX}")
+        pickled = sorted(path.name for path in self.where.glob("*.bin"))
+        why = f"; {pickled[0]} is a pickle, which is never loaded" if pickled else ""
+        raise ModelError(f"{self.where}: holds no *.safetensors{why}")
+
+    def _open(self, shard: str) -> Any:
+        from safetensors import SafetensorError, safe_open
+
+        path = self.where / shard
+        try:
+            self._shards[shard] = safe_open(path, framework="pt")
+        except FileNotFoundError:
+            raise ModelError(f"{path}: is missing, but {_INDEX} names it") from None
+        except (SafetensorError, OSError, json.JSONDecodeError) as error:
+            raise ModelError(f"{path}: cannot be read as safetensors: {error}") from error
+        return self._shards[shard]

@@ -1,0 +1,77 @@
+"""Weight objects: stored values and their linear. Layers call them and never see their tensors.
+
+A weight in another storage (packed 4 or 8 bits) is another class with the same call. The arithmetic of a weight is
+fixed when it is made: the number of rows it is applied to never chooses another one.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+#: The number of rows oneDNN is told to pack for. One layout serves every row count, so the arithmetic is one.
+_PACK_ROWS = 32
+
+
+class Weight(Protocol):
+    """A linear map with its stored values."""
+
+    out_features: int
+    in_features: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [num_tokens, in_features] -> [num_tokens, out_features], in x's dtype: x @ W.T + b."""
+        ...
+
+
+class DenseWeight:
+    """Plain values in the dtype of the arithmetic.
+
+    On a CPU they are held in oneDNN's packed layout alone, where this torch has the (private) operations for it;
+    that is 1.3 to 1.5 times as fast as `F.linear` in float32, from 1 row to 256.
+
+    Args:
+        weight: [out_features, in_features], already in the dtype and on the device of the arithmetic.
+        bias: [out_features] or None.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._bias = bias
+        self._packed = weight.device.type == "cpu" and can_pack(weight.dtype)
+        self._weight = _pack(weight) if self._packed else weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._packed:
+            return _packed_linear(x, self._weight, self._bias)
+        return F.linear(x, self._weight, self._bias)
+
+
+@cache
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether this torch has oneDNN's packed linear for `dtype` on this CPU, and computes it rightly."""
+    if not torch.backends.mkldnn.is_available() or dtype not in (torch.float32, torch.bfloat16):
+        return False
+    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False
+    weight = torch.linspace(-1, 1, 64 * 32).reshape(64, 32).to(dtype)
+    x = torch.linspace(-1, 1, 3 * 32).reshape(3, 32).to(dtype)
+    try:
+        result = _packed_linear(x, _pack(weight), None)
+    except (AttributeError, RuntimeError, NotImplementedError):  # private operations: absent, or of another signature
+        return False
+    return torch.allclose(result.float(), F.linear(x, weight).float(), rtol=2e-2, atol=2e-2)
+
+
+def _pack(weight: Tensor) -> Tensor:
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS)
+    return packed
+
+
+def _packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    result: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    return result

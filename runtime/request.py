@@ -1,0 +1,229 @@
+"""A request from the moment it is accepted: parameters, state, and what it gives back each step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+
+from pageframe.runtime.errors import InvalidRequestError
+
+GREEDY_BELOW = 1e-5
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 1024
+
+
+class RequestStatus(str, Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class FinishReason(str, Enum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How a request's tokens are chosen and when it ends. The defaults are OpenAI's.
+
+    Args:
+        max_tokens: most output tokens; None means as many as `max_model_len` leaves.
+        min_tokens: before this many output tokens nothing but max_tokens ends the request; end-of-text and
+            stop ids are not sampled, stop strings not looked for.
+        temperature: 0 (or below 1e-5) is greedy.
+        top_k: 0 or -1 is off; larger than the vocabulary is the whole vocabulary.
+        seed: signed 64 bits; None draws one, which is recorded.
+        stop: strings that end the text; the string itself is left out unless `include_stop_str_in_output`.
+        ignore_eos: end-of-text tokens are ordinary tokens.
+        logprobs: None for none; k for the chosen token and the k likeliest.
+
+    Raises:
+        InvalidRequestError: a value is out of range.
+    """
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        _check_number("temperature", self.temperature, 0, 10)
+        _check_number("top_p", self.top_p, 0, 1, open_low=True)
+        _check_number("min_p", self.min_p, 0, 1)
+        _check_int("top_k", self.top_k, -1, None)
+        _check_int("min_tokens", self.min_tokens, 0, None)
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, 1, None)
+            if self.min_tokens > self.max_tokens:
+                raise InvalidRequestError(
+                    f"min_tokens is {self.min_tokens}; it must be at most max_tokens ({self.max_tokens})",
+                    param="min_tokens",
+                )
+        if self.seed is not None:
+            _check_int("seed", self.seed, -(2**63), 2**63 - 1)
+        if self.logprobs is not None:
+            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        self._check_stop()
+
+    def _check_stop(self) -> None:
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise InvalidRequestError(
+                f"stop has {len(self.stop)} strings; at most {MAX_STOP_STRINGS} are allowed", param="stop"
+            )
+        for text in self.stop:
+            if not 1 <= len(text) <= MAX_STOP_LENGTH:
+                raise InvalidRequestError(
+                    f"stop has a string of {len(text)} characters; each must have 1 to {MAX_STOP_LENGTH}",
+                    param="stop",
+                )
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+
+def _check_number(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or not low <= value <= high or (open_low and value == low):
+        bounds = f"{'above' if open_low else 'from'} {low:g} {'and at most' if open_low else 'to'} {high:g}"
+        raise InvalidRequestError(f"{name} is {value!r}; it must be {bounds}", param=name)
+
+
+def _check_int(name: str, value: int, low: int, high: int | None) -> None:
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    if not is_int or value < low or (high is not None and value > high):
+        bounds = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise InvalidRequestError(f"{name} is {value!r}; it must be an integer {bounds}", param=name)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one output position, of the raw logits (before temperature and filters).
+
+    Args:
+        logprob: of the token that was chosen.
+        top_ids, top_logprobs: the k likeliest, likeliest first, ties to the lower id.
+    """
+
+    logprob: float
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What one step gave one request. The only thing that leaves the engine about a request.
+
+    Args:
+        token_ids: new output tokens, oldest first; an end-of-text or stop id that ended the request is the last
+            of them (the text leaves it out).
+        finish_reason: set on the last output of a request, "" until then. One of FinishReason's values.
+        stop_token_id: the stop id that ended it, or -1 (an end-of-text token counts as no stop id).
+        logprobs: one per new token, empty when not asked for.
+        num_cached_tokens: prompt tokens found computed at admission.
+        error: what failed, when finish_reason is "error".
+    """
+
+    request_id: str
+    token_ids: list[int]
+    finish_reason: str = ""
+    stop_token_id: int = -1
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    error: str = ""
+
+
+@dataclass(slots=True)
+class Wait:
+    """A span of time in which a request could not go on, and why.
+
+    Args:
+        reason: "queue" (behind the head of the queue), "blocks" (needs `needed`, `free` are free), "rows" (all
+            `max_num_requests` are taken) or "budget" (the step's tokens went to others).
+        since, until: seconds of the engine's clock; None while it lasts.
+    """
+
+    reason: str
+    since: float
+    needed: int = 0
+    free: int = 0
+    until: float | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One choice on its way through the scheduler, which is its one writer.
+
+    While it waits, `token_ids` holds all its tokens; while it runs they live in the scheduler's row
+    `row`, and `token_ids` is stale until it is preempted or ends.
+
+    Args:
+        arrival: a running number; with `priority` it makes the strict order.
+        max_total_tokens: prompt plus most output tokens.
+        stop_ids: all token ids that end it (end of text and the request's own), empty with none.
+        eos_ids: the part of stop_ids that is end of text, reported with no stop reason.
+    """
+
+    request_id: str
+    token_ids: npt.NDArray[np.int32]
+    params: SamplingParams
+    tenant: str
+    priority: int
+    arrival: int
+    arrival_time: float
+    seed: int
+    max_total_tokens: int
+    stop_ids: frozenset[int]
+    eos_ids: frozenset[int]
+    num_prompt_tokens: int = 0
+    status: RequestStatus = RequestStatus.WAITING
+    finish_reason: FinishReason | None = None
+    row: int = -1
+    num_preemptions: int = 0
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finish_time: float | None = None
+    waits: list[Wait] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.token_ids)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Position in the strict order of service: smaller is served first, preempted last."""
+        return (self.priority, self.arrival)
+
+    def wait(self, reason: str, now: float, *, needed: int = 0, free: int = 0) -> bool:
+        """Record that it cannot go on; True where that is news (another reason or other numbers)."""
+        last = self.waits[-1] if self.waits else None
+        if last is not None and last.until is None:
+            if last.reason == reason and last.needed == needed and last.free == free:
+                return False
+            if last.reason == reason:
+                last.needed, last.free = needed, free
+                return True
+            last.until = now
+        self.waits.append(Wait(reason, now, needed, free))
+        return True
+
+    def end_wait(self, now: float) -> None:
+        """It goes on: the wait that lasts, if any, ends."""
+        if self.waits and self.waits[-1].until is None:
+            self.waits[-1].until = now

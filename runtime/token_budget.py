@@ -1,0 +1,43 @@
+"""How one step's tokens are shared among the requests that compute their prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def share_token_budget(tokens_left: Sequence[int], budget: int) -> list[int]:
+    """Share `budget` tokens among prefilling requests, given in the order of service.
+
+    The last quarter goes to the request with fewest tokens left, and no other takes more than half while another
+    waits: a short request behind any number of long ones gets a share of every step, and the first in the order
+    still gets the largest.
+
+        |<------ first in order: up to half ------>|<-- next in order -->|<- shortest ->|
+        0                                      budget/2            3*budget/4        budget
+
+    Args:
+        tokens_left: prompt tokens each still has to compute, each at least 1.
+        budget: tokens of this step that decoding requests left over.
+
+    Returns:
+        tokens for each, in the same order; their sum is min(budget, sum(tokens_left)).
+    """
+    shares = [0] * len(tokens_left)
+    if not shares or budget <= 0:
+        return shares
+    if len(shares) == 1:
+        return [min(tokens_left[0], budget)]
+    shortest = min(range(len(shares)), key=lambda index: (tokens_left[index], index))
+    shares[shortest] = min(tokens_left[shortest], max(1, budget // 4))
+    remaining = budget - shares[shortest]
+    half = max(1, budget // 2)
+    # First pass: at most half each. Second pass: what nobody else can use.
+    for limit in (half, budget):
+        for index, left in enumerate(tokens_left):
+            if remaining == 0:
+                return shares
+            ceiling = left if index == shortest else min(left, limit)
+            extra = min(max(0, ceiling - shares[index]), remaining)
+            shares[index] += extra
+            remaining -= extra
+    return shares
