@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from pageframe.runtime.config import _flag
+from pageframe.runtime.config import flag
 from pageframe.runtime.errors import ConfigError
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -21,14 +21,14 @@ class ServerConfig:
         ConfigError: a value is out of range.
     """
 
-    host: str = _flag("127.0.0.1", "address to listen on; 0.0.0.0 is every IPv4 address of the machine")
-    port: int = _flag(8000, "port to listen on; 0 takes a free one")
-    served_model_name: str | None = _flag(None, "the model's name in the API; default: its own name")
-    max_body_bytes: int = _flag(16 * 1024**2, "largest request body", unit="bytes")
-    drain_timeout: float = _flag(
+    host: str = flag("127.0.0.1", "address to listen on; 0.0.0.0 is every IPv4 address of the machine")
+    port: int = flag(8000, "port to listen on; 0 takes a free one")
+    served_model_name: str | None = flag(None, "the model's name in the API; default: its own name")
+    max_body_bytes: int = flag(16 * 1024**2, "largest request body", unit="bytes")
+    drain_timeout: float = flag(
         30.0, "after SIGTERM or Ctrl-C, how long running requests may go on before they are cut off", unit="seconds"
     )
-    log_level: str = _flag("info", "least severe messages that are logged", choices=LOG_LEVELS)
+    log_level: str = flag("info", "least severe messages that are logged", choices=LOG_LEVELS)
 
     def __post_init__(self) -> None:
         if not self.host:

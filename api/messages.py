@@ -62,7 +62,9 @@ def _check_message(message: object, path: str) -> dict[str, Any]:
         if name in given:
             _string(given[name], f"{path}.{name}")
     if role == "tool" and "tool_call_id" not in given:
-        raise InvalidRequestError(f"{path}.tool_call_id is missing; a tool message names the call it answers", param=path)
+        raise InvalidRequestError(
+            f"{path}.tool_call_id is missing; a tool message names the call it answers", param=path
+        )
     given["role"] = _TEMPLATE_ROLES.get(role, role)
     if "tool_calls" in given:
         given["tool_calls"] = _check_tool_calls(given["tool_calls"], f"{path}.tool_calls")

@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 REQUEST_ID_RULE = "1 to 128 letters, digits or any of . _ : -"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_LABEL = re.compile(r"[a-z0-9_-]+")
 _SCOPE_KEY = "pageframe.label"
 #: Suffixes that no public name can have, so no web page's own name either.
 _PRIVATE_SUFFIXES = (".local", ".internal", ".home.arpa", ".lan")
@@ -109,9 +110,9 @@ class HostCheck:
     def _allows(self, name: str) -> bool:
         if _is_address(name) or name in self._names or name.endswith(".localhost"):
             return True
-        if self._loopback_only or not name:
+        if self._loopback_only:
             return False
-        return "." not in name or name.endswith(_PRIVATE_SUFFIXES)
+        return _LABEL.fullmatch(name) is not None or name.endswith(_PRIVATE_SUFFIXES)
 
 
 def _given_id(scope: Scope) -> str | None:
@@ -126,7 +127,8 @@ def _host_name(header: str) -> str:
     """The name or address in a Host header: no port, no brackets, lower case."""
     header = header.strip().lower()
     if header.startswith("["):
-        return header[1:].partition("]")[0]
+        inner = header[1:].partition("]")[0]
+        return inner if _is_address(inner) else header
     name, colon, _ = header.rpartition(":")
     return (name if colon else header).removesuffix(".")
 

@@ -6,6 +6,7 @@ types and what the engine never sees. Knows nothing of what a field does.
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -105,6 +106,10 @@ def _check_request_id(value: object) -> str | None:
     return value
 
 
+def _check_optional_messages(value: object) -> list[dict[str, Any]] | None:
+    return None if value is None else check_messages(value)
+
+
 def _check_template_kwargs(value: object) -> dict[str, Any]:
     if value is None:
         return {}
@@ -194,7 +199,7 @@ class TokenizeBody(Body, TemplateFields):
     not_built: ClassVar[dict[str, tuple[object, ...]]] = {"tools": ([],), "return_token_strs": (False,)}
 
     prompt: str | None = None
-    messages: Annotated[list[dict[str, Any]] | None, BeforeValidator(lambda v: None if v is None else check_messages(v))] = None
+    messages: Annotated[list[dict[str, Any]] | None, BeforeValidator(_check_optional_messages)] = None
     add_special_tokens: bool | None = None
 
 
@@ -223,7 +228,7 @@ def check_body(kind: type[BodyT], content: dict[str, Any]) -> BodyT:
 def _check_neutral(name: str, value: object, neutral: tuple[object, ...]) -> None:
     if value is None or any(_same(value, accepted) for accepted in neutral):
         return
-    accepted = " or ".join(["null", *map(shorten, neutral)])
+    accepted = " or ".join(["null", *map(json.dumps, neutral)])
     raise InvalidRequestError(
         f"{name} is {shorten(value)}; {name} is not supported yet, so it may only be {accepted}",
         param=name,
@@ -245,5 +250,5 @@ def _first_fault(error: ValidationError) -> InvalidRequestError:
         return InvalidRequestError(f"{path} is not a known field", param=path, code="unknown_field")
     if fault["type"] == "missing":
         return InvalidRequestError(f"{path} is missing; it is required", param=path, code="missing_field")
-    rule = _RULES[fault["type"]].format(**fault.get("ctx", {}))
+    rule = _RULES.get(fault["type"], "must be of another kind").format(**fault.get("ctx", {}))
     return InvalidRequestError(f"{path} is {shorten(fault['input'])}; it {rule}", param=path)

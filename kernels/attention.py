@@ -54,8 +54,8 @@ class Backend(Protocol):
         """Store the K and V of a step's tokens, cast to the cache's dtype.
 
         Args:
-            k, v: [num_tokens, num_kv_heads, head_dim].
-            kv_cache: one layer.
+            k, v: [num_tokens, num_kv_heads, head_dim], of any dtype; views will do if head_dim is contiguous.
+            kv_cache: one layer, contiguous.
             slots: int64 [num_tokens], `block_id * block_size + offset`, each at most once; -1 writes nothing.
         """
 
@@ -73,8 +73,8 @@ class Backend(Protocol):
         """Causal attention of a step's queries over their contexts, K and V of this step already written.
 
         Args:
-            q: [plan.num_tokens, num_heads, head_dim]; num_heads is a multiple of num_kv_heads, query head h reads
-                KV head h // (num_heads // num_kv_heads).
+            q: [plan.num_tokens, num_heads, head_dim], a view will do if head_dim is contiguous; num_heads is a
+                multiple of num_kv_heads, query head h reads KV head h // (num_heads // num_kv_heads).
             scale: factor of q . k.
             window: how many positions back a query sees, itself included; None sees everything.
             softcap: scores become softcap * tanh(score / softcap).

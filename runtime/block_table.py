@@ -48,7 +48,9 @@ class BlockTables:
         self.num_blocks: npt.NDArray[np.int32] = np.zeros(max_requests, dtype=np.int32)
         self._free_rows = list(range(max_requests - 1, -1, -1))
         self._in_use = [False] * max_requests
-        self._updates: list[tuple[int, int, int]] = []
+        #: By (row, index): an entry that changes hands twice in a step is sent once, since a device may apply the
+        #: updates of one step in any order.
+        self._updates: dict[tuple[int, int], int] = {}
 
     @property
     def num_free_rows(self) -> int:
@@ -62,8 +64,13 @@ class BlockTables:
         """Blocks that `row` lacks to hold `num_tokens` tokens."""
         return max(0, self.blocks_for(num_tokens) - int(self.num_blocks[row]))
 
-    def acquire_row(self) -> int:
-        """Take an empty row. The caller has checked `num_free_rows`."""
+    def acquire_row(self, num_tokens: int) -> int:
+        """Take an empty row and blocks for `num_tokens` tokens. The caller has checked `num_free_rows`.
+
+        Raises:
+            OutOfBlocksError: not enough blocks are free; nothing was taken.
+        """
+        self.grow(self._free_rows[-1], num_tokens)
         row = self._free_rows.pop()
         self._in_use[row] = True
         return row
@@ -79,7 +86,8 @@ class BlockTables:
         end = first + len(block_ids)
         self.table[row, first:end] = block_ids
         self.num_blocks[row] = end
-        self._updates.extend((row, first + offset, block_id) for offset, block_id in enumerate(block_ids))
+        for index, block_id in enumerate(block_ids, first):
+            self._updates[row, index] = block_id
         return block_ids
 
     def block_ids(self, row: int) -> list[int]:
@@ -99,11 +107,16 @@ class BlockTables:
         return block_ids
 
     def drain_updates(self) -> TableUpdates:
-        """Entries written since the last call, oldest first. Freed entries are not among them: kernels never read
-        past a request's context, and a later owner's entries overwrite them."""
-        updates = TableUpdates(self._updates)
-        self._updates = []
+        """Entries written since the last call, each once. A freed entry does no harm: kernels never read past a
+        request's context, and a later owner's entries overwrite it."""
+        updates = TableUpdates([(row, index, block_id) for (row, index), block_id in self._updates.items()])
+        self._updates = {}
         return updates
+
+    def repeat_updates(self) -> None:
+        """Send every entry again with the next step: after a failed one nobody knows which the device has."""
+        for row, index in np.argwhere(self.table != NO_BLOCK).tolist():
+            self._updates[row, index] = int(self.table[row, index])
 
     def check_invariants(self) -> None:
         """Rows hold a dense prefix of valid ids; the allocator's counts are exactly the table's references."""

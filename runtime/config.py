@@ -15,7 +15,7 @@ BACKENDS = ("auto", "reference", "triton")
 MAX_BLOCK_SIZE = 256
 
 
-def _flag(default: Any, help: str, *, unit: str = "", choices: tuple[str, ...] = ()) -> Any:
+def flag(default: Any, help: str, *, unit: str = "", choices: tuple[str, ...] = ()) -> Any:
     """A dataclass field that the command line turns into a flag."""
     return field(default=default, metadata={"help": help, "unit": unit, "choices": choices})
 
@@ -28,26 +28,26 @@ class EngineConfig:
         ConfigError: a value is out of range.
     """
 
-    model: str = _flag(
+    model: str = flag(
         DEFAULT_MODEL, "a GGUF file, a Hugging Face folder or a hub id; 'default' is SmolLM2-135M-Instruct"
     )
-    dtype: str = _flag("bf16", "arithmetic and K/V type", choices=DTYPES)
-    device: str = _flag("auto", "where the model runs", choices=DEVICES)
-    backend: str = _flag("auto", "attention kernels", choices=BACKENDS)
-    block_size: int = _flag(16, "token slots in a block, a power of two from 1 to 256", unit="tokens")
-    num_blocks: int | None = _flag(None, "blocks in the KV pool; given, it overrides --kv-memory", unit="blocks")
-    kv_memory: int | None = _flag(
+    dtype: str = flag("bf16", "arithmetic and K/V type", choices=DTYPES)
+    device: str = flag("auto", "where the model runs", choices=DEVICES)
+    backend: str = flag("auto", "attention kernels", choices=BACKENDS)
+    block_size: int = flag(16, "token slots in a block, a power of two from 1 to 256", unit="tokens")
+    num_blocks: int | None = flag(None, "blocks in the KV pool; given, it overrides --kv-memory", unit="blocks")
+    kv_memory: int | None = flag(
         None,
         "memory of the KV pool, such as 512MiB or 4GiB; default: from free memory, at most 4GiB on CPU",
         unit="bytes",
     )
-    max_model_len: int | None = _flag(
+    max_model_len: int | None = flag(
         None, "longest context of a request; default: the model's own, or what the pool holds", unit="tokens"
     )
-    max_num_requests: int = _flag(256, "most requests that run at once", unit="requests")
-    max_num_batched_tokens: int = _flag(512, "token budget of one step", unit="tokens")
-    seed: int | None = _flag(None, "makes the seeds of unseeded requests repeatable")
-    threads: int | None = _flag(None, "CPU threads of the forward pass; default: one per core", unit="threads")
+    max_num_requests: int = flag(256, "most requests that run at once", unit="requests")
+    max_num_batched_tokens: int = flag(512, "token budget of one step", unit="tokens")
+    seed: int | None = flag(None, "makes the seeds of unseeded requests repeatable")
+    threads: int | None = flag(None, "CPU threads of the forward pass; default: one per core", unit="threads")
 
     def __post_init__(self) -> None:
         _check_choice("dtype", self.dtype, DTYPES)

@@ -14,6 +14,8 @@ The layout is fixed for good, since a seed must draw the same tokens on every de
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -22,9 +24,11 @@ import numpy.typing as npt
 NOISE_SPAN = 26.01
 
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
-_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
-_LOW_32 = 0xFFFFFFFF
+_KEY_STEPS = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
+_LOW_32 = np.uint64(0xFFFFFFFF)
+_32 = np.uint64(32)
 
+Int64s = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64] | np.uint64
 
 
@@ -42,51 +46,63 @@ def choice_seed(request_seed: int, choice_index: int) -> int:
     return word - 2**64 if word >= 2**63 else word
 
 
-def philox4x32(counter: tuple[Words, Words, Words, Words], key: tuple[int, int]) -> tuple[Words, Words, Words, Words]:
-    """Four random 32-bit words per counter, by ten rounds.
+def philox4x32(
+    counter: tuple[Words, Words, Words, Words], key: tuple[Words, Words]
+) -> tuple[Words, Words, Words, Words]:
+    """Four random 32-bit words per counter and key, by ten rounds.
 
     Args:
-        counter: four uint64 arrays (or scalars) of values below 2**32, broadcast against one another.
-        key: two values below 2**32.
+        counter, key: uint64 arrays (or scalars) of values below 2**32, broadcast against one another.
 
     Returns:
         Four uint64 arrays of values below 2**32.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
-    low, half = np.uint64(_LOW_32), np.uint64(32)
     for _ in range(10):
         product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c1 = (product1 >> half) ^ c1 ^ np.uint64(k0), product1 & low
-        c2, c3 = (product0 >> half) ^ c3 ^ np.uint64(k1), product0 & low
+        c0, c1 = (product1 >> _32) ^ c1 ^ k0, product1 & _LOW_32
+        c2, c3 = (product0 >> _32) ^ c3 ^ k1, product0 & _LOW_32
         k0, k1 = (k0 + _KEY_STEPS[0]) & _LOW_32, (k1 + _KEY_STEPS[1]) & _LOW_32
     return c0, c1, c2, c3
 
 
-def token_words(seed: int, output_index: int, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:
-    """The word of each token id.
+def token_words(seeds: Int64s, output_indices: Int64s, token_ids: Sequence[Int64s]) -> npt.NDArray[np.uint32]:
+    """The word of each token id, all rows' in one array. Rows share the call, never a number.
 
     Args:
-        seed: the choice's, signed 64 bits.
-        output_index: how many output tokens come before, from 0.
-        token_ids: [n], ascending, at least one.
+        seeds: int64 [num_rows], the choices'.
+        output_indices: int64 [num_rows], how many output tokens come before, from 0.
+        token_ids: num_rows arrays, each ascending and not empty.
     """
-    blocks = token_ids >> 2
-    first, last = int(blocks[0]), int(blocks[-1])
-    if len(blocks) < last - first:
-        counter0, positions = blocks, np.arange(0, 4 * len(blocks), 4) + (token_ids & 3)
-    else:
-        counter0, positions = np.arange(first, last + 1), token_ids - 4 * first
-    counter = (
-        counter0.astype(np.uint64),
-        np.uint64(0),
-        np.uint64(output_index & _LOW_32),
-        np.uint64(output_index >> 32),
-    )
-    table = np.empty((len(counter0), 4), np.uint32)
-    for column, words in enumerate(philox4x32(counter, (seed & _LOW_32, (seed >> 32) & _LOW_32))):
+    counters: list[Int64s] = []
+    positions: list[Int64s] = []
+    num_words = 0
+    for ids in token_ids:
+        counter0, position = _counters(ids)
+        counters.append(counter0)
+        positions.append(position + num_words)
+        num_words += 4 * len(counter0)
+    per_row = [len(counter0) for counter0 in counters]
+
+    def halves(numbers: Int64s) -> tuple[Words, Words]:
+        # One row's number is broadcast, which is faster than an array of it.
+        repeated = np.repeat(numbers, per_row) if len(per_row) > 1 else numbers
+        return repeated.view(np.uint64) & _LOW_32, repeated.view(np.uint64) >> _32
+
+    counter = (np.concatenate(counters).view(np.uint64), np.uint64(0), *halves(output_indices))
+    table = np.empty((num_words // 4, 4), np.uint32)
+    for column, words in enumerate(philox4x32(counter, halves(seeds))):
         table[:, column] = words
-    return table.reshape(-1)[positions]
+    return table.reshape(-1)[np.concatenate(positions)]
+
+
+def _counters(ids: Int64s) -> tuple[Int64s, Int64s]:
+    """The first counter words that `ids` need, and where each id's word is when the counters' words are in a row."""
+    first, last = int(ids[0]) >> 2, int(ids[-1]) >> 2
+    if len(ids) > last - first:
+        return np.arange(first, last + 1), ids - 4 * first
+    return ids >> 2, np.arange(0, 4 * len(ids), 4) + (ids & 3)
 
 
 def gumbel(words: npt.NDArray[np.uint32]) -> npt.NDArray[np.float64]:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +25,8 @@ from pageframe.runtime.step_plan import SamplingBatch, StepResult
 Float32s = npt.NDArray[np.float32]
 Int64s = npt.NDArray[np.int64]
 
-_GREEDY_BELOW = np.float32(GREEDY_BELOW)
+# Rows are drawn together until they have this many candidates: more no longer fit the CPU's caches.
+_DRAWN_TOGETHER = 16_384
 # top_p's histogram reaches 32 below the best; what is further away has next to no mass and shares the last bin.
 _BINS_PER_UNIT = np.float32(16)
 _NUM_BINS = 512
@@ -56,19 +59,48 @@ class Sampler:
         chosen, best = _arg_max(logits)
         token_ids = chosen.astype(np.int32)
         banned = dict(batch.banned)
-        drawn = ~(batch.temperature < _GREEDY_BELOW) | ~np.isfinite(best)
+        noisy = ~(batch.temperature < GREEDY_BELOW)
+        wrong = ~np.isfinite(best)
         for row, ids in banned.items():
-            drawn[row] |= token_ids[row] in ids
-        wanted = np.flatnonzero(drawn | (batch.num_logprobs >= 0))
-        logprobs: dict[int, TokenLogprobs] = {}
-        for row, values in zip(wanted.tolist(), _host_rows(logits, wanted), strict=True):
-            if drawn[row]:
-                token_ids[row] = _choose(_allowed(values, best[row], banned.get(row, ())), batch, row)
-            if batch.num_logprobs[row] >= 0:
-                logprobs[row] = _logprobs(
-                    _allowed(values, best[row], ()), int(token_ids[row]), int(batch.num_logprobs[row])
-                )
+            wrong[row] |= token_ids[row] in ids
+        wanted = np.flatnonzero(noisy | wrong | (batch.num_logprobs >= 0))
+        host_rows = dict(zip(wanted.tolist(), _host_rows(logits, wanted), strict=True))
+
+        waiting: list[_Candidates] = []
+        num_waiting = 0
+        for row, values in host_rows.items():
+            if noisy[row]:
+                waiting.append(_candidates(_allowed(values, best[row], banned.get(row, ())), batch, row))
+                num_waiting += len(waiting[-1].ids)
+                if num_waiting >= _DRAWN_TOGETHER:
+                    _draw(waiting, batch, token_ids)
+                    waiting, num_waiting = [], 0
+            elif wrong[row]:
+                token_ids[row] = _allowed(values, best[row], banned.get(row, ())).argmax()
+        if waiting:
+            _draw(waiting, batch, token_ids)
+        logprobs = {
+            row: _logprobs(_allowed(values, best[row], ()), int(token_ids[row]), int(batch.num_logprobs[row]))
+            for row, values in host_rows.items()
+            if batch.num_logprobs[row] >= 0
+        }
         return StepResult(token_ids, logprobs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidates:
+    """What the filters leave of one row.
+
+    Args:
+        ids: int64, ascending, not empty.
+        logits: float32, theirs.
+        best: the row's largest logit.
+    """
+
+    row: int
+    ids: Int64s
+    logits: Float32s
+    best: np.float32
 
 
 def _arg_max(logits: torch.Tensor) -> tuple[Int64s, Float32s]:
@@ -115,12 +147,9 @@ def _allowed(values: Float32s, best: np.float32, banned: tuple[int, ...]) -> Flo
     return allowed
 
 
-def _choose(values: Float32s, batch: SamplingBatch, row: int) -> int:
-    """The token of one row of logits without NaN and with a finite maximum."""
-    best = values.max()
-    temperature = batch.temperature[row]
-    if temperature < _GREEDY_BELOW:
-        return int(values.argmax())
+def _candidates(values: Float32s, batch: SamplingBatch, row: int) -> _Candidates:
+    """Filters one row of logits without NaN and with a finite maximum."""
+    best, temperature = values.max(), batch.temperature[row]
     ids = None
     if 0 < batch.top_k[row] < len(values):
         ids = np.sort(_likeliest(values, int(batch.top_k[row])))
@@ -128,7 +157,7 @@ def _choose(values: Float32s, batch: SamplingBatch, row: int) -> int:
         within = _nucleus(values if ids is None else values[ids], best, temperature, float(batch.top_p[row]))
         ids = within if ids is None else ids[within]
     ids = _near(values, ids, float(best), float(temperature), float(batch.min_p[row]))
-    return _draw(values, ids, float(best), float(temperature), int(batch.seed[row]), int(batch.output_index[row]))
+    return _Candidates(row, ids, values[ids], best)
 
 
 def _near(values: Float32s, ids: Int64s | None, best: float, temperature: float, min_p: float) -> Int64s:
@@ -165,8 +194,8 @@ def _nucleus(values: Float32s, best: np.float32, temperature: np.float32, top_p:
     """
     with np.errstate(over="ignore"):
         distance = (best - values) / temperature
+        bins = np.minimum(distance * _BINS_PER_UNIT, _NUM_BINS - 1).astype(np.int64)
     weights = np.exp(-distance)
-    bins = np.minimum(distance * _BINS_PER_UNIT, _NUM_BINS - 1).astype(np.int64)
     mass = np.cumsum(np.bincount(bins, weights, minlength=_NUM_BINS))
     target = top_p * mass[-1]
     last_bin = int(np.searchsorted(mass, target))
@@ -179,18 +208,39 @@ def _nucleus(values: Float32s, best: np.float32, temperature: np.float32, top_p:
     return np.flatnonzero(kept)
 
 
-def _draw(values: Float32s, ids: Int64s, best: float, temperature: float, seed: int, output_index: int) -> int:
-    """Of `ids`, ascending, the one with the largest (logit - best) / temperature + noise, in float64."""
-    words = token_words(seed, output_index, ids)
+def _draw(rows: list[_Candidates], batch: SamplingBatch, token_ids: npt.NDArray[np.int32]) -> None:
+    """Writes each row's token: the largest (logit - best) / temperature + noise, in float64, the lower id of equals.
 
-    def scores(chosen: Int64s) -> npt.NDArray[np.float64]:
-        return (values[ids[chosen]].astype(np.float64) - best) / temperature + gumbel(words[chosen])
+    The rows share calls, whose cost is in their number, but no arithmetic.
+    """
+    batch_rows = [candidates.row for candidates in rows]
+    temperature = batch.temperature[batch_rows]
+    best = np.array([candidates.best for candidates in rows], np.float64)
+    logits = np.concatenate([candidates.logits for candidates in rows])
+    starts = np.cumsum([0, *(len(candidates.ids) for candidates in rows)])
+    words = token_words(batch.seed[batch_rows], batch.output_index[batch_rows], [candidates.ids for candidates in rows])
+
+    def scores(chosen: Int64s, owners: Int64s) -> npt.NDArray[np.float64]:
+        return (logits[chosen] - best[owners]) / temperature[owners].astype(np.float64) + gumbel(words[chosen])
 
     # Exact noise costs two float64 logarithms. Only those whose bound reaches one candidate's exact score can win,
     # and they are few.
-    bound = (values[ids] - np.float32(best)) / np.float32(temperature) + gumbel_bound(words)
-    finalists = np.flatnonzero(bound >= scores(np.array([bound.argmax()])))
-    return int(ids[finalists[scores(finalists).argmax()]])
+    bound = gumbel_bound(words)
+    bounds = [bound[start:end] for start, end in pairwise(starts)]
+    for row_bound, candidates, row_temperature in zip(bounds, rows, temperature, strict=True):
+        row_bound += (candidates.logits - candidates.best) / row_temperature
+    likely = starts[:-1] + [row_bound.argmax() for row_bound in bounds]
+    reached = scores(likely, np.arange(len(rows)))
+    finalists = [
+        start + np.flatnonzero(row_bound >= score)
+        for start, row_bound, score in zip(starts, bounds, reached, strict=False)
+    ]
+    owners = np.repeat(np.arange(len(rows)), [len(indices) for indices in finalists])
+    final_scores = scores(np.concatenate(finalists), owners)
+    final_starts = np.searchsorted(owners, np.arange(len(rows) + 1))
+    for index, (start, end) in enumerate(pairwise(final_starts)):
+        winner = finalists[index][final_scores[start:end].argmax()] - starts[index]
+        token_ids[batch_rows[index]] = rows[index].ids[winner]
 
 
 def _logprobs(values: Float32s, token_id: int, count: int) -> TokenLogprobs:

@@ -118,8 +118,7 @@ class Scheduler:
         assert request.request_id not in self._requests, f"request id {request.request_id} is live already"
         assert request.max_total_tokens <= self.max_model_len, "a request that can never fit was let in"
         self._requests[request.request_id] = request
-        insort(self._waiting, request, key=_order)
-        request.wait("queue", now)
+        self._queue(request, now)
         self._note(
             ArriveEvent,
             request,
@@ -130,6 +129,13 @@ class Scheduler:
             priority=request.priority,
             seed=request.seed,
         )
+
+    def _queue(self, request: Request, now: float) -> None:
+        """Put a request in its place among those that wait."""
+        insort(self._waiting, request, key=_order)
+        request.wait("queue", now)
+        if self._waiting[0] is request and len(self._waiting) > 1:
+            self._waiting[1].wait("queue", now)  # whatever it waited for, it is behind another now
 
     def abort(self, request_id: str, now: float) -> bool:
         """End a live request because nobody wants it any more; False where it has ended already."""
@@ -234,12 +240,11 @@ class Scheduler:
             num_computed_tokens=int(self.rows.num_computed_tokens[victim.row]),
         )
         self._vacate(victim, now)
-        victim.wait("queue", now)
         victim.status = RequestStatus.WAITING
         victim.num_preemptions += 1
         self.num_preemptions += 1
         self._preempted.append(victim.request_id)
-        insort(self._waiting, victim, key=_order)
+        self._queue(victim, now)
 
     def _admit_waiting(self, now: float) -> None:
         """Let waiting requests in, strictly in order: none overtakes one that waits."""
@@ -249,7 +254,7 @@ class Scheduler:
             if not self._make_room(request, needed, now):
                 self._record_wait(request, needed, now)
                 return
-            self._admit(self._waiting.pop(0), now)
+            self._admit(request, now)
 
     def _make_room(self, request: Request, needed: int, now: float) -> bool:
         """Whether `needed` blocks and a row are free, after preempting those later in the order if that suffices."""
@@ -269,17 +274,20 @@ class Scheduler:
             self._note(WaitEvent, request, now, reason=reason, needed=needed, free=free)
 
     def _admit(self, request: Request, now: float) -> None:
-        """Give a request a row and blocks for all its tokens, so that no half-admitted prompt can be stuck."""
+        """Give the first in the queue a row and blocks for all its tokens and the next one: no half-admitted prompt is
+        stuck, and whoever enters behind it is not preempted for its first token."""
+        num_tokens = len(request.token_ids)
+        request.row = self.tables.acquire_row(num_tokens + 1)
+        self._waiting.pop(0)
         request.end_wait(now)
-        request.row = self.tables.acquire_row()
         request.status = RequestStatus.RUNNING
         if request.first_scheduled_time is None:
             request.first_scheduled_time = now
         self.rows.load(request.row, request)
         insort(self._running, request, key=_order)
-        num_tokens = len(request.token_ids)
+        block_ids = tuple(self.tables.block_ids(request.row))
         self._note(AdmitEvent, request, now, row=request.row, num_tokens=num_tokens)
-        self._grow(request, num_tokens, now)
+        self._note(AllocateEvent, request, now, row=request.row, first_index=0, block_ids=block_ids)
 
     def _share_budget(self, now: float) -> Int32s:
         """Tokens of this step for each running request: one to each that needs one, then prompts by the budget rule."""
@@ -371,6 +379,7 @@ class Scheduler:
                 outputs.append(
                     RequestOutput(request.request_id, [], finish_reason=FinishReason.ERROR.value, error=message)
                 )
+        self.tables.repeat_updates()
         return outputs
 
     def _note(self, event_type: type[Event], request: Request, now: float, **numbers: Any) -> None:
@@ -399,7 +408,7 @@ class Scheduler:
             held = int(self.tables.num_blocks[request.row])
             assert computed < known, f"{request.request_id} has nothing left to compute"
             assert computed <= held * self.tables.block_size, f"{request.request_id} computed past its blocks"
-            assert held <= self.tables.blocks_for(known), f"{request.request_id} holds more blocks than it needs"
+            assert held <= self.tables.blocks_for(known + 1), f"{request.request_id} holds more blocks than it needs"
         if not self._running:
             assert self.allocator.num_used == 0, "idle, but blocks are used"
 

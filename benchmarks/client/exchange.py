@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import aiohttp
 
 from pageframe.benchmarks.client.record import Failure, Outcome, RequestRecord
-from pageframe.benchmarks.client.server import Server, error_message
+from pageframe.benchmarks.client.server import Server, error_message, network_message
 from pageframe.benchmarks.client.sse import SseParser
 from pageframe.benchmarks.client.stream import AnswerStream
 
@@ -85,9 +85,9 @@ class Exchange:
         except TimeoutError:
             failure = Failure("timeout", f"no end within {self.server.timeout_s:g} s")
         except aiohttp.ClientConnectorError as error:
-            failure = Failure("cannot connect", str(error))
+            failure = Failure("cannot connect", network_message(error))
         except (aiohttp.ClientError, OSError) as error:
-            failure = Failure("connection lost", str(error) or repr(error))
+            failure = Failure("connection lost", network_message(error))
         if record.outcome is Outcome.CANCELLED:
             return
         if failure is not None and not stream.done:  # after [DONE] only the connection's own end is outstanding
@@ -130,8 +130,7 @@ class Exchange:
                 stream.take(event, now_s)
             self.counts.tokens += stream.tokens_seen - seen
             if stream.failure is not None:
-                response.close()  # the server may keep a failed stream open
-                return False
+                return False  # leaving closes the connection, which a server may keep open after an error
             if cancel_after is not None and stream.tokens_seen >= cancel_after and not stream.complete:
                 return True
         for event in parser.close():

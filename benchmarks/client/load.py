@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pageframe.benchmarks.client.background import running_beside
 from pageframe.benchmarks.client.exchange import Clock, Exchange, Job
 from pageframe.benchmarks.client.record import RequestRecord
 
@@ -55,27 +56,22 @@ async def run_load(exchange: Exchange, jobs: Sequence[Job], *, concurrency: int 
     """
     records: list[RequestRecord] = []
     lags: list[float] = []
-    sampler = asyncio.create_task(_sample_lag(lags))
     interrupted = False
     try:
-        if concurrency is None:
-            await _open_loop(exchange, jobs, records)
-        else:
-            await _closed_loop(exchange, jobs, records, concurrency)
+        async with running_beside(_sample_lag(lags)):
+            if concurrency is None:
+                await _open_loop(exchange, jobs, records)
+            else:
+                await _closed_loop(exchange, jobs, records, concurrency)
     except asyncio.CancelledError:
         interrupted = True
         task = asyncio.current_task()
         assert task is not None
         task.uncancel()
-    finally:
-        sampler.cancel()
-        await asyncio.gather(sampler, return_exceptions=True)
     return LoadResult(sorted(records, key=lambda record: record.index), interrupted, lags)
 
 
-async def _closed_loop(
-    exchange: Exchange, jobs: Sequence[Job], records: list[RequestRecord], concurrency: int
-) -> None:
+async def _closed_loop(exchange: Exchange, jobs: Sequence[Job], records: list[RequestRecord], concurrency: int) -> None:
     waiting = iter(jobs)
 
     async def keep_sending() -> None:

@@ -82,7 +82,7 @@ def chunk_tokens(chunks: Sequence[Chunk], usage_total: int | None) -> tuple[list
     if len(logprobs) == len(chunks) and chunks and logprobs[0] > 0:
         return logprobs, CountedBy.LOGPROBS
     if usage_total and chunks and usage_total != len(chunks):
-        return spread(usage_total, len(chunks)), CountedBy.CHUNKS
+        return spread(usage_total, len(chunks)), CountedBy.SPREAD
     return [1] * len(chunks), CountedBy.CHUNKS
 
 

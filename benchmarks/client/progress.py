@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -18,17 +16,13 @@ BAR_PERIOD_S = 0.5
 LINE_PERIOD_S = 10.0
 
 
-@asynccontextmanager
-async def show_progress(counts: LiveCounts, total: int, label: str) -> AsyncIterator[None]:
-    """Show `counts` on stderr while the body runs."""
+async def show_progress(counts: LiveCounts, total: int, label: str) -> None:
+    """Show `counts` on stderr until cancelled."""
     console = Console(stderr=True)
-    show = _show_bar if console.is_terminal else _print_lines
-    task = asyncio.create_task(show(counts, total, label, console))
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+    if console.is_terminal:
+        await _show_bar(counts, total, label, console)
+    else:
+        await _print_lines(counts, total, label)
 
 
 class _TokenRate:
@@ -75,7 +69,7 @@ async def _show_bar(counts: LiveCounts, total: int, label: str, console: Console
             redraw()
 
 
-async def _print_lines(counts: LiveCounts, total: int, label: str, console: Console) -> None:
+async def _print_lines(counts: LiveCounts, total: int, label: str) -> None:
     rate = _TokenRate()
     while True:
         await asyncio.sleep(LINE_PERIOD_S)

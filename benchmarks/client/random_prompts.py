@@ -15,7 +15,7 @@ MAX_TRIES = 6
 BATCH = 16
 
 # common enough that most vocabularies hold each of them, with a space before it, as one token
-WORDS = """
+COMMON_WORDS = """
 able about above act add after again age ago air all also always and animal another answer any appear area ask
 back bad base be bear beat beauty become bed began begin behind believe best better between big bird black blood
 blue boat body book both box boy bring brother build business busy but buy call came can car care carry case catch
@@ -46,7 +46,8 @@ travel tree trip trouble true try turn two type under unit until use usual valle
 voice wait walk wall want war warm wash watch water wave way weather week weight well went west what wheel when
 where which while white who whole why wide wife will wind window winter wish woman wonder wood word work world
 write year yellow yes yet young
-""".split()
+"""
+WORDS = COMMON_WORDS.split()
 
 
 @dataclass(frozen=True, slots=True)

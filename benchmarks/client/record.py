@@ -21,7 +21,8 @@ class CountedBy(StrEnum):
 
     USAGE = "usage"  # every chunk carried a running usage.completion_tokens
     LOGPROBS = "logprobs"  # every chunk carried one logprob per token
-    CHUNKS = "chunks"  # one token a chunk, then spread to agree with the final usage
+    CHUNKS = "chunks"  # one token a chunk, and the final usage agrees or is not there
+    SPREAD = "spread"  # the final usage says another total, spread evenly over the chunks
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,7 @@ class Server:
         except TimeoutError:
             raise InputError(f"{url} did not answer in time (--timeout {self.timeout_s:g})") from None
         except (aiohttp.ClientError, OSError) as error:
-            raise InputError(f"{self.base_url} cannot be reached: {self.redact(str(error) or repr(error))}") from None
+            raise InputError(f"{self.base_url} cannot be reached: {self.redact(network_message(error))}") from None
         try:
             parsed = json.loads(text)
         except (ValueError, RecursionError):
@@ -152,6 +152,13 @@ def open_session() -> aiohttp.ClientSession:
     """A session without a limit on connections: the load alone decides how many there are."""
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S)
     return aiohttp.ClientSession(connector=connector)
+
+
+def network_message(error: Exception) -> str:
+    """What went wrong on the network, in the system's own words where it has some."""
+    if isinstance(error, aiohttp.ClientConnectorError) and error.strerror:
+        return error.strerror
+    return str(error) or repr(error)
 
 
 def error_message(body: Any) -> str:

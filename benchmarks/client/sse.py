@@ -13,7 +13,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True, slots=True)
 class SseEvent:
-    """One event. `name` is the `event` field ("message" if there was none); `data` the data lines, joined by newlines."""
+    """One event. `name` is the `event` field ("message" without one); `data` the data lines, joined by newlines."""
 
     name: str
     data: str

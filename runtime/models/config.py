@@ -23,12 +23,23 @@ from pageframe.runtime.models.families import (
 from pageframe.runtime.models.gguf import GgufFile
 from pageframe.runtime.models.source import ModelSource
 
-#: Sizes above this are damage, not models; it keeps every product of two of them within 64 bits.
+#: Sizes above these are damage, not models.
 _MAX_SIZE = 2**31 - 1
+_MAX_LAYERS = 10_000
+_MAX_POSITIONS = 2**24
 _MAX_JSON_BYTES = 64 * 2**20
 
-#: Tokens that end a turn or a text in some chat format: where a GGUF marks one as a control token, it ends the text.
-_END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|endoftext|>", "<|end_of_text|>", "<|end|>", "</s>", "<|eot|>")
+#: Tokens that end a turn or a text in some chat format; where a GGUF marks one as control, it ends the text.
+_END_TOKENS = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<|end|>",
+    "</s>",
+    "<|eot|>",
+)
 _GGUF_CONTROL_TOKEN = 3
 
 _SAMPLING_KEYS = {"temperature": float, "top_p": float, "top_k": int, "min_p": float}
@@ -96,13 +107,13 @@ class _Keys:
     def get(self, key: str) -> Any:
         return self.values.get(self.prefix + key)
 
-    def size(self, key: str, default: int | None = None) -> int:
-        """A positive integer; null counts as missing, and without a default missing is an error."""
+    def size(self, key: str, default: int | None = None, *, limit: int = _MAX_SIZE) -> int:
+        """An integer from 1 to `limit`; null counts as missing, and without a default missing is an error."""
         value = self.get(key)
         if value is None and default is not None:
             return default
-        if type(value) is not int or not 1 <= value <= _MAX_SIZE:
-            self.fail(key, value, f"it must be an integer from 1 to {_MAX_SIZE}")
+        if type(value) is not int or not 1 <= value <= limit:
+            self.fail(key, value, f"it must be an integer from 1 to {limit}")
         return int(value)
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -142,7 +153,7 @@ def _config_of_folder(folder: Path) -> ModelConfig:
     keys = _Keys(values, where)
     _refuse_unknown_arithmetic(keys, family)
     num_heads = keys.size("num_attention_heads")
-    num_layers = keys.size("num_hidden_layers")
+    num_layers = keys.size("num_hidden_layers", limit=_MAX_LAYERS)
     hidden_size = keys.size("hidden_size")
     attention_bias = family.attention_bias_key and keys.flag("attention_bias")
     rope_theta, rope_scaling = _hf_rope(keys)
@@ -156,7 +167,7 @@ def _config_of_folder(folder: Path) -> ModelConfig:
             num_heads=num_heads,
             num_kv_heads=keys.size("num_key_value_heads", family.default_num_kv_heads or num_heads),
             head_dim=keys.size("head_dim", family.default_head_dim or hidden_size // num_heads or 1),
-            max_position=keys.size("max_position_embeddings"),
+            max_position=keys.size("max_position_embeddings", limit=_MAX_POSITIONS),
             norm_eps=keys.number("rms_norm_eps", 1e-6),
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
@@ -232,7 +243,7 @@ def _hf_windows(keys: _Keys, family: Family, num_layers: int) -> tuple[int | Non
             keys.fail("max_window_layers", first, "it must be an integer of at least 0")
         return tuple(size if layer >= first else None for layer in range(num_layers))
     known = {"sliding_attention": size, "full_attention": None}
-    if not isinstance(layer_types, list) or len(layer_types) != num_layers or not set(layer_types) <= set(known):
+    if not isinstance(layer_types, list) or [kind in list(known) for kind in layer_types] != [True] * num_layers:
         keys.fail("layer_types", layer_types, f"it must list {num_layers} times one of {', '.join(known)}")
     return tuple(known[kind] for kind in layer_types)
 
@@ -281,11 +292,11 @@ def _config_of_gguf(file: GgufFile) -> ModelConfig:
             vocab_size=embedding.shape[0],
             hidden_size=hidden_size,
             intermediate_size=keys.size("feed_forward_length"),
-            num_layers=keys.size("block_count"),
+            num_layers=keys.size("block_count", limit=_MAX_LAYERS),
             num_heads=num_heads,
             num_kv_heads=keys.size("attention.head_count_kv", num_heads),
             head_dim=head_dim,
-            max_position=keys.size("context_length"),
+            max_position=keys.size("context_length", limit=_MAX_POSITIONS),
             norm_eps=keys.number("attention.layer_norm_rms_epsilon"),
             rope_theta=keys.number("rope.freq_base", 10_000.0),
             rope_scaling=_gguf_rope_scaling(keys, file),
@@ -331,11 +342,10 @@ def _gguf_eos(file: GgufFile) -> tuple[int, ...]:
     tokens = file.metadata.get("tokenizer.ggml.tokens")
     types = file.metadata.get("tokenizer.ggml.token_type")
     if isinstance(tokens, list) and isinstance(types, list):
-        ends = set(_END_TOKENS)
         ids += [
             token_id
             for token_id, (token, kind) in enumerate(zip(tokens, types, strict=False))
-            if kind == _GGUF_CONTROL_TOKEN and token in ends
+            if kind == _GGUF_CONTROL_TOKEN and token in _END_TOKENS
         ]
     return tuple(dict.fromkeys(ids))
 

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from pageframe.kernels.attention import AttentionPlan, Backend
 from pageframe.runtime.config import ModelConfig
-from pageframe.runtime.models.layers import LayerWeights, RotaryTable, decoder_layer, rms_norm
-from pageframe.runtime.models.weights import DenseWeight, Weight
+from pageframe.runtime.models.layers import LayerWeights, RotaryTable, decoder_layer
+from pageframe.runtime.models.weights import DenseWeight, RmsNorm, Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +23,14 @@ class DecoderWeights:
 
     Args:
         embedding: [vocab_size, hidden_size], in the dtype of the hidden states.
-        final_norm: [hidden_size].
+        final_norm: over hidden_size.
         output: hidden_size -> vocab_size.
         rope_factors: [head_dim / 2] divisors of the rotary frequencies, or None.
     """
 
     embedding: Tensor
     layers: Sequence[LayerWeights]
-    final_norm: Tensor
+    final_norm: RmsNorm
     output: Weight
     rope_factors: Tensor | None = None
 
@@ -71,8 +71,8 @@ class Decoder:
             values = normal(out_features, in_features, scale=in_features**-0.5)
             return DenseWeight(values, normal(out_features, scale=0.1) if bias else None)
 
-        def norm(*shape: int) -> Tensor:
-            return normal(*shape, scale=0.1, mean=1.0)
+        def norm(*shape: int) -> RmsNorm:
+            return RmsNorm(normal(*shape, scale=0.1, mean=1.0), config.norm_eps)
 
         def layer(window: int | None) -> LayerWeights:
             num_qk_heads = config.num_heads + config.num_kv_heads
@@ -100,8 +100,8 @@ class Decoder:
         positions: Tensor,
         kv_caches: Sequence[Tensor],
         slots: Tensor,
-        plan: Any,
-        backend: Any,
+        plan: AttentionPlan,
+        backend: Backend,
     ) -> Tensor:
         """One step through all layers; K and V of its tokens go to their slots.
 
@@ -125,4 +125,4 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [num_rows, hidden_size], before the final norm -> float32 [num_rows, vocab_size]."""
         weights = self._weights
-        return weights.output(rms_norm(hidden, weights.final_norm, self.config.norm_eps)).float()
+        return weights.output(weights.final_norm(hidden)).float()

@@ -26,7 +26,8 @@ _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
 _MAX_DIMENSIONS = 4
 _MAX_NAME_BYTES = 65_535
-_LONG_ROW = 2048
+_LONG_ROW = 4096
+_ROWS_AT_ONCE = 16
 
 # Value types of the format: number -> struct code of the fixed-size ones.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -111,31 +112,26 @@ class GgufFile:
             table[name] = self._located(name, shape, type_id, data_start + offset)
         return table
 
-    def read_tensor(self, name: str) -> npt.NDArray[np.float32]:
-        """The values of a tensor, dequantised: float32, shape as in the table.
+    def read_tensor(self, tensor: GgufTensor) -> npt.NDArray[np.float32]:
+        """The values of a tensor of the table, dequantised: float32, shape as in the table.
 
         Raises:
-            ModelError: there is no such tensor, or its type cannot be dequantised.
+            ModelError: its type cannot be dequantised.
         """
         from gguf import GGMLQuantizationType
-        from gguf.quants import dequantize
 
-        tensor = self.tensors.get(name)
-        if tensor is None:
-            raise ModelError(f"{self.path}: tensor {name!r} is missing")
         raw = np.frombuffer(self._data, np.uint8, tensor.num_bytes, tensor.start)
         kind = GGMLQuantizationType(tensor.type_id)
         if kind == GGMLQuantizationType.F32:
             return raw.view("<f4").reshape(tensor.shape)
         if kind == GGMLQuantizationType.F16:
             return raw.view("<f2").reshape(tensor.shape).astype(np.float32)
+        rows = raw.reshape(_num_long_rows(tensor.shape), -1)
         try:
-            values = dequantize(raw.reshape(_num_long_rows(tensor.shape), -1), kind)
+            with np.errstate(all="ignore"):  # a damaged scale may overflow to infinity
+                return _dequantised(rows, kind, math.prod(tensor.shape)).reshape(tensor.shape)
         except NotImplementedError:
-            raise ModelError(
-                f"{self.path}: tensor {name!r} is stored as {tensor.type_name}, which cannot be dequantised"
-            ) from None
-        return np.asarray(values, np.float32).reshape(tensor.shape)
+            self._fail(f"tensor {tensor.name!r} is stored as {tensor.type_name}, which cannot be dequantised")
 
     def _read_start(self) -> tuple[int, int]:
         """Magic, version and counts -> (number of tensors, number of metadata keys)."""
@@ -238,10 +234,26 @@ class GgufFile:
 def _num_long_rows(shape: tuple[int, ...]) -> int:
     """How many rows to dequantise a tensor as: its own, merged by twos until they are long.
 
-    Types are stored in blocks within a row, so merged rows hold the same blocks; `dequantize` takes 16 rows at a
-    time, and short ones would make it spend its time on calls.
+    Types are stored in blocks within a row, so merged rows hold the same blocks. Pieces of _ROWS_AT_ONCE long rows
+    stay within a core's cache and are large enough that the time is not spent on calls.
     """
     num_rows, length = math.prod(shape[:-1]), shape[-1]
     while num_rows % 2 == 0 and length < _LONG_ROW:
         num_rows, length = num_rows // 2, length * 2
     return num_rows
+
+
+def _dequantised(rows: npt.NDArray[np.uint8], kind: Any, num_values: int) -> npt.NDArray[np.float32]:
+    """Rows of whole blocks -> their values in one array, converted in pieces so that nothing else of its size exists.
+
+    Args:
+        kind: gguf's GGMLQuantizationType.
+    """
+    from gguf.quants import dequantize
+
+    values = np.empty(num_values, np.float32)
+    row_length = num_values // len(rows)
+    for start in range(0, len(rows), _ROWS_AT_ONCE):
+        part = dequantize(rows[start : start + _ROWS_AT_ONCE], kind)
+        values[start * row_length : start * row_length + part.size] = part.reshape(-1)
+    return values

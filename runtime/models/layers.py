@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pageframe.kernels.attention import AttentionPlan, Backend
 from pageframe.runtime.config import ModelConfig, RopeScaling
-from pageframe.runtime.models.weights import Weight
+from pageframe.runtime.models.weights import RmsNorm, Weight
 
 #: Positions are tabulated this many at a time, so that a position's values do not depend on the table's length.
 _TABLE_CHUNK = 4096
@@ -26,18 +26,18 @@ class LayerWeights:
     """What one layer holds.
 
     Args:
-        attention_norm, mlp_norm: [hidden_size].
+        attention_norm, mlp_norm: over hidden_size.
         qkv: hidden_size -> (num_heads + 2 * num_kv_heads) * head_dim; q heads, then k, then v.
-        qk_norm: [num_heads + num_kv_heads, head_dim], the norm of q's and k's heads, or None.
+        qk_norm: over head_dim, with weights for num_heads + num_kv_heads heads, or None.
         gate_up: hidden_size -> 2 * intermediate_size; gate, then up.
         window: how many tokens back a query sees, itself included; None sees everything.
     """
 
-    attention_norm: Tensor
+    attention_norm: RmsNorm
     qkv: Weight
-    qk_norm: Tensor | None
+    qk_norm: RmsNorm | None
     o: Weight
-    mlp_norm: Tensor
+    mlp_norm: RmsNorm
     gate_up: Weight
     down: Weight
     window: int | None
@@ -101,15 +101,6 @@ def rotary_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None)
     return torch.lerp(stretched, frequencies, kept.clamp(0, 1))
 
 
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last axis, in float32, returned in x's dtype.
-
-    The weight is applied after rounding to x's dtype, as Hugging Face's models do.
-    """
-    normed = F.rms_norm(x.float(), (x.shape[-1],), None, eps).to(x.dtype)
-    return normed if weight is None else normed.mul_(weight)
-
-
 def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
     """Turns each head's pairs (i, i + head_dim / 2) by their position's angles.
 
@@ -131,8 +122,8 @@ def decoder_layer(
     rotation: Rotation,
     kv_cache: Tensor,
     slots: Tensor,
-    plan: Any,
-    backend: Any,
+    plan: AttentionPlan,
+    backend: Backend,
 ) -> None:
     """One layer: adds attention's and the MLP's output to the residual stream, in place.
 
@@ -143,18 +134,18 @@ def decoder_layer(
         slots: int64 [num_tokens]; -1 writes nothing.
         plan: what `backend.plan_attention` made of the step.
     """
-    num_tokens = hidden.shape[0]
-    num_heads, num_kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+    num_heads, head_dim = config.num_heads, config.head_dim
+    num_qk_heads = num_heads + config.num_kv_heads
 
-    qkv = weights.qkv(rms_norm(hidden, weights.attention_norm, config.norm_eps))
-    heads = qkv.view(num_tokens, num_heads + 2 * num_kv_heads, head_dim)
-    qk, v = heads.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
+    qkv = weights.qkv(weights.attention_norm(hidden))
+    qkv = qkv.view(-1, num_qk_heads + config.num_kv_heads, head_dim)
+    qk = qkv[:, :num_qk_heads]
     if weights.qk_norm is not None:
-        qk = rms_norm(qk, weights.qk_norm, config.norm_eps)
-    q, k = rotate(qk, rotation).split((num_heads, num_kv_heads), dim=1)
-    backend.write_kv(k, v, kv_cache, slots)
-    attended = backend.paged_attention(q, kv_cache, plan, scale=head_dim**-0.5, window=weights.window)
-    hidden.add_(weights.o(attended.view(num_tokens, num_heads * head_dim)))
+        qk = weights.qk_norm(qk)
+    qk = rotate(qk, rotation)
+    backend.write_kv(qk[:, num_heads:], qkv[:, num_qk_heads:], kv_cache, slots)
+    attended = backend.paged_attention(qk[:, :num_heads], kv_cache, plan, scale=head_dim**-0.5, window=weights.window)
+    hidden.add_(weights.o(attended.flatten(1)))
 
-    gate, up = weights.gate_up(rms_norm(hidden, weights.mlp_norm, config.norm_eps)).chunk(2, dim=1)
+    gate, up = weights.gate_up(weights.mlp_norm(hidden)).chunk(2, dim=1)
     hidden.add_(weights.down(F.silu(gate).mul_(up)))

@@ -7,7 +7,8 @@ files' layouts; what the names mean is in families.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,14 +16,14 @@ import torch
 from torch import Tensor
 
 from pageframe.runtime.config import ModelConfig
-from pageframe.runtime.errors import ModelError
+from pageframe.runtime.errors import MemoryPlanError, ModelError
 from pageframe.runtime.models.config import read_json
 from pageframe.runtime.models.decoder import Decoder, DecoderWeights
 from pageframe.runtime.models.families import GGUF_ROPE_FACTORS, family_named, gguf_name, hf_name, is_ignored
 from pageframe.runtime.models.gguf import GgufFile
 from pageframe.runtime.models.layers import LayerWeights
 from pageframe.runtime.models.source import ModelSource
-from pageframe.runtime.models.weights import DenseWeight
+from pageframe.runtime.models.weights import DenseWeight, RmsNorm
 
 Progress = Callable[[int, int], None]
 
@@ -50,13 +51,31 @@ def load_decoder(
 
     Raises:
         ModelError: a tensor is missing, unknown, damaged or of the wrong shape.
+        MemoryPlanError: the weights do not fit.
     """
     store = _GgufStore(source.path, config) if source.kind == "gguf" else _FolderStore(source.path)
     reader = _Reader(store, storage_dtype, compute_dtype, device, progress)
-    with torch.inference_mode():
-        weights = _read_weights(reader, config)
-        reader.refuse_leftovers()
-        return Decoder(config, weights)
+    try:
+        with torch.inference_mode(), _one_thread():
+            weights = _read_weights(reader, config)
+            reader.refuse_leftovers()
+            return Decoder(config, weights)
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
+            raise MemoryPlanError(f"{source.path}: the weights do not fit in the memory of {device}") from error
+        raise
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Conversions are bound by memory and come in thousands of small steps: a second thread gains little on an idle
+    machine, and on a busy one each step waits for the thread that lost its core, five times as long in all."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 class _Store(Protocol):
@@ -95,6 +114,8 @@ class _Reader:
     def matrix(self, names: Iterable[str], rows: Iterable[int], columns: int) -> Tensor:
         """Tensors of `rows` x `columns` one below the other: rounded to the storage dtype, in the compute dtype."""
         parts = list(zip(names, rows, strict=True))
+        for name, size in parts:
+            self._check(name, (size, columns))
         whole = torch.empty(sum(size for _, size in parts), columns, dtype=self._compute_dtype, device=self._device)
         start = 0
         for name, size in parts:
@@ -102,9 +123,9 @@ class _Reader:
             start += size
         return whole
 
-    def vector(self, name: str, *shape: int) -> Tensor:
-        """A norm's weight or a bias: a few values, so they are not rounded to the storage dtype."""
-        return self._read(name, shape).to(self._compute_dtype).to(self._device)
+    def vector(self, name: str, size: int) -> Tensor:
+        """A norm's weight or a bias, float32: few values, so they are not rounded to the storage dtype."""
+        return self._read(name, (size,)).to(self._device, torch.float32, copy=True)
 
     def dense(self, names: str, bias: bool, layer: int, out_features: Sequence[int], in_features: int) -> DenseWeight:
         """The fused weight of the matrices `names` (space between them) of a layer."""
@@ -112,7 +133,7 @@ class _Reader:
         weight = self.matrix([f"{name}.weight" for name in full_names], out_features, in_features)
         parts = zip(full_names, out_features, strict=True) if bias else ()
         biases = [self.vector(f"{name}.bias", size) for name, size in parts]
-        return DenseWeight(weight, torch.cat(biases) if biases else None)
+        return DenseWeight(weight, torch.cat(biases).to(self._compute_dtype) if biases else None)
 
     def rope_factors(self, size: int) -> Tensor | None:
         """The file's divisors of the rotary frequencies, float32 on the CPU, or None."""
@@ -138,6 +159,15 @@ class _Reader:
             )
 
     def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        self._check(name, shape)
+        values = self._store.read(name)
+        self.drop(name)
+        if self._progress is not None:
+            self._progress(self._total - len(self._left), self._total)
+        return values
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Refuses a tensor that is missing or has another shape, before any memory is taken for it."""
         stored_name = self._store.stored_name(name)
         if stored_name not in self._left:
             raise ModelError(f"{self._store.where}: tensor {stored_name!r} is missing")
@@ -147,11 +177,6 @@ class _Reader:
                 f"{self._store.where}: tensor {stored_name!r} has shape {list(found)}; "
                 f"the configuration asks for {list(shape)}"
             )
-        values = self._store.read(name)
-        self._left.discard(stored_name)
-        if self._progress is not None:
-            self._progress(self._total - len(self._left), self._total)
-        return values
 
 
 def _read_weights(reader: _Reader, config: ModelConfig) -> DecoderWeights:
@@ -160,7 +185,7 @@ def _read_weights(reader: _Reader, config: ModelConfig) -> DecoderWeights:
     embedding = reader.matrix(["embedding.weight"], [vocab_size], hidden_size)
     windows = config.windows or (None,) * config.num_layers
     layers = [_read_layer(reader, config, layer, window) for layer, window in enumerate(windows)]
-    final_norm = reader.vector("final_norm.weight", hidden_size)
+    final_norm = RmsNorm(reader.vector("final_norm.weight", hidden_size), config.norm_eps)
     if config.tie_word_embeddings:
         # On a CPU this is a second copy, in the packed layout: looking a row up needs the plain one, and the
         # final projection is a tenth of a decode step or more, which the packed one makes clearly faster.
@@ -180,13 +205,13 @@ def _read_layer(reader: _Reader, config: ModelConfig, layer: int, window: int | 
     if config.qk_norm:
         q_norm = reader.vector(f"{name}.q_norm.weight", head_dim).expand(config.num_heads, head_dim)
         k_norm = reader.vector(f"{name}.k_norm.weight", head_dim).expand(config.num_kv_heads, head_dim)
-        qk_norm = torch.cat((q_norm, k_norm))
+        qk_norm = RmsNorm(torch.cat((q_norm, k_norm)), config.norm_eps)
     return LayerWeights(
-        attention_norm=reader.vector(f"{name}.attention_norm.weight", hidden_size),
+        attention_norm=RmsNorm(reader.vector(f"{name}.attention_norm.weight", hidden_size), config.norm_eps),
         qkv=reader.dense("q k v", config.qkv_bias, layer, (q_size, kv_size, kv_size), hidden_size),
         qk_norm=qk_norm,
         o=reader.dense("o", config.output_bias, layer, (hidden_size,), q_size),
-        mlp_norm=reader.vector(f"{name}.mlp_norm.weight", hidden_size),
+        mlp_norm=RmsNorm(reader.vector(f"{name}.mlp_norm.weight", hidden_size), config.norm_eps),
         gate_up=reader.dense("gate up", config.mlp_bias, layer, (mlp_size, mlp_size), hidden_size),
         down=reader.dense("down", config.mlp_bias, layer, (hidden_size,), mlp_size),
         window=window,
@@ -212,7 +237,7 @@ class _GgufStore:
         return self._file.tensors[stored_name].shape
 
     def read(self, name: str) -> Tensor:
-        array = self._file.read_tensor(self.stored_name(name))
+        array = self._file.read_tensor(self._file.tensors[self.stored_name(name)])
         values = torch.from_numpy(array if array.flags.writeable else array.copy())
         num_heads = self._heads.get(name.split(".")[-2])
         return values if num_heads is None else _halves_from_pairs(values, num_heads)
@@ -235,7 +260,8 @@ class _FolderStore:
             handle = self._open(shard)
             for stored_name in handle.keys():  # noqa: SIM118 - the handle is no mapping
                 if stored_name in self._shard_of:
-                    raise ModelError(f"{folder}: tensor {stored_name!r} is in {self._shard_of[stored_name]} and {shard}")
+                    first = self._shard_of[stored_name]
+                    raise ModelError(f"{folder}: tensor {stored_name!r} is in {first} and in {shard}")
                 self._shard_of[stored_name] = shard
 
     def stored_names(self) -> Iterable[str]:

@@ -1,4 +1,4 @@
-"""Weight objects: stored values and their linear. Layers call them and never see their tensors.
+"""Weight objects: stored values and what is done with them. Layers call them and never see their tensors.
 
 A weight in another storage (packed 4 or 8 bits) is another class with the same call. The arithmetic of a weight is
 fixed when it is made: the number of rows it is applied to never chooses another one.
@@ -6,6 +6,7 @@ fixed when it is made: the number of rows it is applied to never chooses another
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Protocol
 
@@ -51,18 +52,44 @@ class DenseWeight:
         return F.linear(x, self._weight, self._bias)
 
 
+class RmsNorm:
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis, in float32, returned in x's dtype.
+
+    Args:
+        weight: [size], or [num_heads, size] for another weight on each head.
+        eps: added to the mean of the squares.
+    """
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        self._size = weight.shape[-1]
+        self._eps = eps
+        self._on_cpu = weight.device.type == "cpu"
+        self._weight = weight.float()
+        if self._on_cpu:
+            # |x| = sqrt(sum(x^2)), so that hypot(|x|, sqrt(size * eps)) = sqrt(size) * sqrt(mean(x^2) + eps).
+            self._weight = self._weight * math.sqrt(self._size)
+            self._floor = torch.tensor(math.sqrt(self._size * eps))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., size], or [..., num_heads, size] -> the same shape."""
+        wide = x.float()
+        if self._on_cpu:
+            # F.rms_norm is six operations on a CPU, and at a few rows each costs what it costs to call it.
+            length: Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).hypot_(self._floor)
+            return (wide / length).mul_(self._weight).to(x.dtype)
+        return F.rms_norm(wide, (self._size,), None, self._eps).mul_(self._weight).to(x.dtype)
+
+
 @cache
 def can_pack(dtype: torch.dtype) -> bool:
     """Whether this torch has oneDNN's packed linear for `dtype` on this CPU, and computes it rightly."""
-    if not torch.backends.mkldnn.is_available() or dtype not in (torch.float32, torch.bfloat16):
-        return False
-    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return False
     weight = torch.linspace(-1, 1, 64 * 32).reshape(64, 32).to(dtype)
     x = torch.linspace(-1, 1, 3 * 32).reshape(3, 32).to(dtype)
     try:
+        if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            return False
         result = _packed_linear(x, _pack(weight), None)
-    except (AttributeError, RuntimeError, NotImplementedError):  # private operations: absent, or of another signature
+    except (AttributeError, RuntimeError):  # private operations: absent, of another signature, or not for this CPU
         return False
     return torch.allclose(result.float(), F.linear(x, weight).float(), rtol=2e-2, atol=2e-2)
 

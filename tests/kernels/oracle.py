@@ -37,9 +37,7 @@ def attend(
             oldest = 0 if window is None else max(0, position - window + 1)
             for head in range(num_heads):
                 kv_head = head // (num_heads // num_kv_heads)
-                seen = [
-                    _slot(kv_cache, tables[rows[request]], kv_head, past) for past in range(oldest, position + 1)
-                ]
+                seen = [_slot(kv_cache, tables[rows[request]], kv_head, past) for past in range(oldest, position + 1)]
                 scores = [scale * float(q[token, head] @ key) for key, _ in seen]
                 if softcap is not None:
                     scores = [softcap * math.tanh(score / softcap) for score in scores]

@@ -1,0 +1,89 @@
+"""The ASGI application: every route in one table, and errors in OpenAI's shape whatever raised them.
+
+Knows nothing of sockets, processes or signals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from pageframe.api import inspect, routes
+from pageframe.api.chat import chat_completions
+from pageframe.api.completions import completions
+from pageframe.api.errors import ApiError, internal_error, to_api_error
+from pageframe.api.middleware import HostCheck, RequestIds
+from pageframe.api.service import ServerState
+from pageframe.api.tokens import detokenize, tokenize
+from pageframe.runtime.errors import PageframeError
+
+Handler = Callable[[ServerState, Request], Awaitable[Response]]
+
+ROUTES: tuple[tuple[str, str, Handler], ...] = (
+    ("POST", "/v1/chat/completions", chat_completions),
+    ("POST", "/v1/completions", completions),
+    ("GET", "/v1/models", routes.list_models),
+    # The rest of the path, because a hub id has a slash in it.
+    ("GET", "/v1/models/{model_id:path}", routes.get_model),
+    ("POST", "/tokenize", tokenize),
+    ("POST", "/detokenize", detokenize),
+    ("GET", "/health", routes.health),
+    ("GET", "/version", routes.version),
+    ("GET", "/metrics", routes.metrics),
+    ("GET", "/inspect/kv", inspect.inspect_kv),
+    ("GET", "/inspect/blocks", inspect.inspect_blocks),
+    ("GET", "/inspect/requests", inspect.inspect_requests),
+    ("GET", "/inspect/requests/{request_id}", inspect.inspect_request),
+    ("GET", "/inspect/steps", inspect.inspect_steps),
+)
+
+
+def create_app(state: ServerState) -> ASGIApp:
+    """The whole HTTP side over a state that may still be starting."""
+    # The documentation pages would load scripts from elsewhere, so there are none; /openapi.json needs nothing.
+    app = FastAPI(title="Pageframe", docs_url=None, redoc_url=None, redirect_slashes=False)
+    for method, path, handler in ROUTES:
+        app.add_api_route(
+            path, _bind(handler, state), methods=[method], name=handler.__name__, description=handler.__doc__
+        )
+    app.add_exception_handler(PageframeError, _on_known_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(ClientDisconnect, _on_disconnect)
+    app.add_exception_handler(Exception, _on_bug)
+    return RequestIds(HostCheck(app, state.config.host))
+
+
+def _bind(handler: Handler, state: ServerState) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        return await handler(state, request)
+
+    return endpoint
+
+
+async def _on_known_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, PageframeError)
+    return to_api_error(error).response()
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    """The router's own: no such route, or not with this method."""
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        message, code = f"there is no route {request.url.path[:200]!r}", "route_not_found"
+    else:
+        message, code = f"{request.method} is not allowed on {request.url.path[:200]!r}", "method_not_allowed"
+    return ApiError(error.status_code, message, code=code, headers=error.headers).response()
+
+
+async def _on_disconnect(request: Request, error: Exception) -> Response:
+    """The client went away while it sent its body: nobody reads this."""
+    return Response(status_code=499)
+
+
+async def _on_bug(request: Request, error: Exception) -> Response:
+    return internal_error().response()

@@ -1,0 +1,95 @@
+"""The `pageframe` command. Each subcommand's module is imported when it is called, so that --help is instant."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pageframe.api.config import ServerConfig
+from pageframe.api.flags import add_flags, read_flags
+from pageframe.runtime.config import EngineConfig
+from pageframe.runtime.errors import StartupError
+
+
+class Command(NamedTuple):
+    """A subcommand whose module has add_arguments(parser) and run(args) -> exit status."""
+
+    help: str
+    module: str
+
+
+COMMANDS = {
+    "chat": Command("talk to a model in the terminal", "pageframe.api.terminal_chat"),
+    "inspect": Command("draw a running server's pool and block tables", "pageframe.api.terminal_inspect"),
+    "plan": Command("how much memory the KV cache takes here", "pageframe.api.plan_command"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser(arguments[:2])
+    args = parser.parse_args(arguments)
+    try:
+        status: int = args.run(args)
+    except StartupError as error:
+        print(f"pageframe: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return status
+
+
+def _parser(named: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser. Only the commands in `named` get their flags: the others' modules are not imported."""
+    parser = argparse.ArgumentParser(
+        prog="pageframe", description="Serve language models from a paged KV cache with continuous batching."
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    serve = commands.add_parser(
+        "serve", help="serve a model over HTTP", description="Serve a model over HTTP, with OpenAI's routes."
+    )
+    add_flags(serve, EngineConfig)
+    add_flags(serve, ServerConfig)
+    serve.set_defaults(run=_serve)
+    for name, command in COMMANDS.items():
+        _add_module(
+            commands.add_parser(name, help=command.help, description=_sentence(command.help)),
+            name,
+            command.module,
+            named,
+        )
+    bench = commands.add_parser("bench", help="load-test a server")
+    benches = bench.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
+    against = "drive any server that speaks OpenAI's HTTP, and measure what its clients see"
+    _add_module(
+        benches.add_parser("serve", help=against, description=_sentence(against)),
+        "bench",
+        "pageframe.benchmarks.client.command",
+        named,
+    )
+    return parser
+
+
+def _add_module(parser: argparse.ArgumentParser, name: str, module_name: str, named: Sequence[str]) -> None:
+    if name in named:
+        module = importlib.import_module(module_name)
+        module.add_arguments(parser)
+        parser.set_defaults(run=module.run)
+
+
+def _sentence(text: str) -> str:
+    return text[0].upper() + text[1:] + "."
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from pageframe.api.server import run_server
+
+    return run_server(read_flags(args, EngineConfig), read_flags(args, ServerConfig))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

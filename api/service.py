@@ -1,0 +1,126 @@
+"""What the routes share: the engine, the tokenizer and the names of a model that is ready, and whether it may be used.
+
+Knows nothing of routes or of sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pageframe.api.config import ServerConfig
+from pageframe.api.errors import ApiError, engine_dead, shutting_down, unavailable
+from pageframe.api.metrics import Metrics
+from pageframe.runtime.chat_template import ChatTemplate
+from pageframe.runtime.engine_client import EngineClient
+from pageframe.runtime.tokenizer import Tokenizer
+
+#: Work waits and no step was made for so long: the scheduler is stuck.
+STUCK_AFTER_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A model that is ready.
+
+    Args:
+        template: None where the model has no chat template.
+        model_name: the name it is served under.
+        sampling_defaults: what the model's generation_config says of temperature, top_p, top_k, min_p.
+    """
+
+    client: EngineClient
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    model_name: str
+    sampling_defaults: Mapping[str, float | int]
+    metrics: Metrics
+
+    @property
+    def vocab_size(self) -> int:
+        return self.client.resolved.model.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        return self.client.resolved.max_model_len
+
+    def check_model(self, model: str | None) -> None:
+        """Raises: ApiError: 404, `model` is not the served name."""
+        if model is not None and model != self.model_name:
+            raise ApiError(
+                404,
+                f"the model {model[:200]!r} does not exist; this server has {self.model_name!r}",
+                param="model",
+                code="model_not_found",
+            )
+
+
+@dataclass(slots=True)
+class ServerState:
+    """Where the server stands in its life: starting, ready, draining. Made inside the running event loop.
+
+    Args:
+        service: None until the model is ready.
+        stopping: set by the first `stop()`; from then on no new work is taken.
+        cut: done when running requests are to end at once.
+        num_active: generations under way; `idle` is set when there are none.
+    """
+
+    config: ServerConfig
+    service: Service | None = None
+    num_active: int = 0
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+    cut: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    def __post_init__(self) -> None:
+        self.idle.set()
+
+    @property
+    def draining(self) -> bool:
+        return self.stopping.is_set()
+
+    def ready(self) -> Service:
+        """The service, for looking at.
+
+        Raises:
+            ApiError: 503, the model is still loading or the engine is dead.
+        """
+        if self.service is None:
+            raise unavailable("the model is still loading", code="starting", retry=True)
+        if not self.service.client.is_alive:
+            raise engine_dead()
+        return self.service
+
+    def accepting(self) -> Service:
+        """The service, for new work.
+
+        Raises:
+            ApiError: 503, as in `ready`, or the server is draining.
+        """
+        if self.draining:
+            raise shutting_down()
+        return self.ready()
+
+    def enter(self) -> None:
+        """A generation begins."""
+        self.num_active += 1
+        self.idle.clear()
+
+    def leave(self) -> None:
+        """A generation has ended."""
+        self.num_active -= 1
+        if self.num_active == 0:
+            self.idle.set()
+
+    def stop(self) -> None:
+        """The server is to end: running requests may finish. Said once more, they may not."""
+        if self.draining:
+            self.cut_off()
+        self.stopping.set()
+
+    def cut_off(self) -> None:
+        """Running requests end now, with an error."""
+        if not self.cut.done():
+            self.cut.set_result(None)

@@ -1,0 +1,54 @@
+"""POST /tokenize and /detokenize: what the engine would see of a text or of messages, and the way back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from pageframe.api.body import prepare, read_body
+from pageframe.api.encoding import json_response
+from pageframe.api.prompts import render_chat
+from pageframe.api.schemas import DetokenizeBody, TokenizeBody, check_body
+from pageframe.api.service import ServerState, Service
+from pageframe.runtime.errors import InvalidRequestError
+
+
+async def tokenize(state: ServerState, request: Request) -> Response:
+    """The token ids of a prompt or of messages."""
+    service = state.ready()
+    body = await read_body(request, state.config.max_body_bytes)
+    ids = await prepare(body, lambda content: _tokenize(service, content))
+    return json_response({"tokens": ids, "count": len(ids), "max_model_len": service.max_model_len})
+
+
+async def detokenize(state: ServerState, request: Request) -> Response:
+    """The text of token ids, special tokens included."""
+    service = state.ready()
+    body = await read_body(request, state.config.max_body_bytes)
+    return json_response({"prompt": await prepare(body, lambda content: _detokenize(service, content))})
+
+
+def _tokenize(service: Service, content: dict[str, Any]) -> list[int]:
+    body = check_body(TokenizeBody, content)
+    service.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequestError("prompt and messages: exactly one of them must be given", param="prompt")
+    is_text = body.prompt is not None
+    text = body.prompt if body.messages is None else render_chat(service, body.messages, body)
+    assert text is not None
+    add_special = is_text if body.add_special_tokens is None else body.add_special_tokens
+    return service.tokenizer.encode(text, add_special_tokens=add_special)
+
+
+def _detokenize(service: Service, content: dict[str, Any]) -> str:
+    body = check_body(DetokenizeBody, content)
+    service.check_model(body.model)
+    for index, token_id in enumerate(body.tokens):
+        if not 0 <= token_id < service.vocab_size:
+            raise InvalidRequestError(
+                f"tokens[{index}] is {token_id}; it must be at least 0 and below the vocabulary's {service.vocab_size}",
+                param="tokens",
+            )
+    return service.tokenizer.decode(body.tokens, skip_special_tokens=False)

@@ -1,0 +1,168 @@
+"""Offline throughput beside transformers' generate: same weights, same prompts, bf16, greedy, end of text ignored.
+
+    python -m pageframe.benchmarks.experiments.offline_throughput [--repeats 3]
+
+The two take turns within one run, so that a busy or a throttled moment hits both; the table has the medians. Time is
+from the prompts' token ids to the last token, prefill included, loading not. Beside each figure stands the floor: the
+time a step takes to read the weights and the K/V once at the read bandwidth this command measures first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from pageframe.runtime.config import EngineConfig
+from pageframe.runtime.engine import Engine
+from pageframe.runtime.engine_builder import build_engine
+from pageframe.runtime.models.source import resolve_source
+from pageframe.runtime.request import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """`requests` prompts of `prompt` random tokens, `output` tokens each."""
+
+    requests: int
+    prompt: int
+    output: int
+
+    def __str__(self) -> str:
+        return f"{self.prompt} + {self.output}, {self.requests}"
+
+    @property
+    def output_tokens(self) -> int:
+        return self.requests * self.output
+
+
+WORKS = (Work(1, 32, 128), Work(8, 128, 128), Work(32, 128, 128))
+QUICK_WORKS = (Work(1, 32, 16), Work(4, 32, 16))
+MIN_COPY_BYTES = 400_000_000
+
+
+def random_prompts(work: Work, vocab_size: int, seed: int) -> list[list[int]]:
+    generator = np.random.default_rng(seed)
+    rows: list[list[int]] = generator.integers(10, vocab_size, (work.requests, work.prompt)).tolist()
+    return rows
+
+
+def pageframe_seconds(engine: Engine, work: Work, prompts: list[list[int]]) -> float:
+    params = SamplingParams(temperature=0, max_tokens=work.output, ignore_eos=True)
+    started = time.perf_counter()
+    for index, ids in enumerate(prompts):
+        engine.add(f"{started}-{index}", ids, params)
+    tokens = 0
+    while engine.has_work:
+        tokens += sum(len(output.token_ids) for output in engine.step())
+    assert tokens == work.output_tokens, f"{tokens} tokens instead of {work.output_tokens}"
+    return time.perf_counter() - started
+
+
+def transformers_seconds(model: Any, work: Work, prompts: list[list[int]]) -> float:
+    ids = torch.tensor(prompts)
+    started = time.perf_counter()
+    with torch.inference_mode():
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=work.output,
+            min_new_tokens=work.output,
+            do_sample=False,
+        )
+    assert out.shape[1] == work.prompt + work.output
+    return time.perf_counter() - started
+
+
+def load_transformers(dtype: torch.dtype) -> Any:
+    """transformers' model of the default file, with nothing that ends its text early."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    path = resolve_source("default").path
+    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype).eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def read_bandwidth() -> float:
+    """Bytes per second that all threads read, median of five passes over memory far larger than the caches."""
+    data = torch.ones(MIN_COPY_BYTES // 4)
+    data.sum()
+    times = []
+    for _ in range(5):
+        started = time.perf_counter()
+        data.sum()
+        times.append(time.perf_counter() - started)
+    return MIN_COPY_BYTES / statistics.median(times)
+
+
+def floor_seconds(engine: Engine, work: Work, bandwidth: float) -> float:
+    """Reading bf16 weights once a step and each request's K/V once a token; arithmetic and everything else free."""
+    model = engine.resolved.model
+    layer = model.hidden_size * (
+        2 * model.num_heads * model.head_dim + 2 * model.num_kv_heads * model.head_dim + 3 * model.intermediate_size
+    )
+    weight_bytes = 2 * (model.num_layers * layer + model.vocab_size * model.hidden_size)
+    mean_context = work.prompt + work.output / 2
+    kv_bytes = work.requests * mean_context * engine.resolved.kv_bytes_per_token
+    return work.output * (weight_bytes + kv_bytes) / bandwidth
+
+
+def measure(works: tuple[Work, ...], repeats: int) -> Table:
+    console = Console(stderr=True)
+    console.print("loading both engines", style="dim")
+    bandwidth = read_bandwidth()
+    engine = build_engine(EngineConfig(dtype="bf16"))
+    model = load_transformers(torch.bfloat16)
+    table = Table(title=f"output tokens/s, bf16, greedy, medians of {repeats}; reads {bandwidth / 1e9:.0f} GB/s")
+    for column in ("prompt + output, requests", "Pageframe", "transformers", "ratio", "bytes floor"):
+        table.add_column(column, justify="right")
+    with Progress(console=console, transient=True) as bar:
+        task = bar.add_task("measuring", total=2 * repeats * len(works))
+        for work in works:
+            ours: list[float] = []
+            theirs: list[float] = []
+            for repeat in range(repeats):
+                prompts = random_prompts(work, engine.resolved.model.vocab_size, repeat)
+                runs: list[tuple[list[float], Callable[[], float]]] = [
+                    (ours, lambda work=work, prompts=prompts: pageframe_seconds(engine, work, prompts)),  # type: ignore[misc]
+                    (theirs, lambda work=work, prompts=prompts: transformers_seconds(model, work, prompts)),  # type: ignore[misc]
+                ]
+                for times, call in runs:
+                    times.append(call())
+                    bar.advance(task)
+            mine, other = statistics.median(ours), statistics.median(theirs)
+            table.add_row(
+                str(work),
+                f"{work.output_tokens / mine:.1f}",
+                f"{work.output_tokens / other:.1f}",
+                f"{other / mine:.2f}x",
+                f"{work.output_tokens / floor_seconds(engine, work, bandwidth):.0f}",
+            )
+    return table
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Offline throughput beside transformers' generate, bf16.")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each, interleaved (default: 3)")
+    parser.add_argument("--quick", action="store_true", help="toy sizes, to see that it runs")
+    args = parser.parse_args()
+    Console().print(measure(QUICK_WORKS if args.quick else WORKS, args.repeats))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,249 @@
+"""A scripted engine, a byte tokenizer and a plain template: the HTTP side's neighbours, without a model.
+
+The engine gives each request the outputs its script says, at once or when the test lets them go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from pageframe.runtime.admission import max_total_tokens
+from pageframe.runtime.config import ModelConfig, ResolvedConfig
+from pageframe.runtime.errors import EngineDeadError, InvalidRequestError, RequestNotFoundError
+from pageframe.runtime.inspection import EngineStats
+from pageframe.runtime.request import RequestOutput, SamplingParams, TokenLogprobs
+
+EOS = 256
+BOS = 257
+VOCAB_SIZE = 260
+MAX_MODEL_LEN = 64
+SPECIAL = {EOS: "<eos>", BOS: "<bos>"}
+WAIT_SECONDS = 10.0
+
+RESOLVED = ResolvedConfig(
+    model_name="bytes-1",
+    model=ModelConfig(
+        family="llama",
+        vocab_size=VOCAB_SIZE,
+        hidden_size=8,
+        intermediate_size=8,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=8,
+        max_position=MAX_MODEL_LEN,
+        norm_eps=1e-5,
+        rope_theta=1e4,
+        eos_token_ids=(EOS,),
+    ),
+    dtype="float32",
+    compute_dtype="float32",
+    device="cpu",
+    backend="reference",
+    block_size=4,
+    num_blocks=32,
+    max_model_len=MAX_MODEL_LEN,
+    max_num_requests=8,
+    max_num_batched_tokens=64,
+    threads=1,
+    kv_bytes_per_token=64,
+    pool_bytes=64 * 4 * 32,
+)
+
+
+class ByteTokenizer:
+    """A token per byte, and two special ones; ids beyond them have no text."""
+
+    vocab_size = 258
+    bos_token = SPECIAL[BOS]
+    eos_token = SPECIAL[EOS]
+    add_bos = True
+    strips_leading_space = False
+
+    def encode(self, text: str, *, add_special_tokens: bool, parse_special: bool = True) -> list[int]:
+        return [BOS] * add_special_tokens + list(text.encode())
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        kept = [i for i in ids if not (skip_special_tokens and self.is_special(i))]
+        return b"".join(map(self.token_bytes, kept)).decode(errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id]) if token_id < 256 else SPECIAL.get(token_id, "").encode()
+
+    def token_text(self, token_id: int) -> str:
+        return self.token_bytes(token_id).decode(errors="replace")
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id in SPECIAL
+
+
+class PlainTemplate:
+    """`role:content|` for each message, then `bot:`. Refuses two users in a row, as real templates do."""
+
+    def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, **kwargs: Any) -> str:
+        roles = [message["role"] for message in messages]
+        if ("user", "user") in pairwise(roles):
+            raise InvalidRequestError("roles must alternate", param="messages")
+        text = "".join(f"{message['role']}:{message['content']}|" for message in messages)
+        options = "".join(f"[{key}={value}]" for key, value in kwargs.items())
+        return options + text + "bot:" * add_generation_prompt
+
+
+def outputs_of(chunks: Sequence[Sequence[int]], *, reason: str = "length", stop_id: int = -1) -> list[RequestOutput]:
+    """An engine's outputs, one per chunk of tokens, the last with the reason."""
+    outputs = [RequestOutput("", list(chunk)) for chunk in chunks]
+    outputs[-1].finish_reason = reason
+    outputs[-1].stop_token_id = stop_id
+    return outputs
+
+
+def reply(text: str, *, reason: str = "stop") -> list[RequestOutput]:
+    """A byte per output; with reason "stop" an end token follows."""
+    ends = [[EOS]] if reason == "stop" else []
+    return outputs_of([[byte] for byte in text.encode()] + ends, reason=reason)
+
+
+def with_logprobs(outputs: list[RequestOutput], top: int) -> list[RequestOutput]:
+    """The same, each token with a logprob of -id/100 and the `top` ids after it."""
+    for output in outputs:
+        output.logprobs = [
+            TokenLogprobs(-i / 100, [i + n for n in range(top)], [-(i + n) / 100 for n in range(top)])
+            for i in output.token_ids
+        ]
+    return outputs
+
+
+class FakeQueue:
+    def __init__(self) -> None:
+        self._items: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
+
+    async def get(self) -> RequestOutput:
+        item = await self._items.get()
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+    def put(self, item: RequestOutput | Exception) -> None:
+        self._items.put_nowait(item)
+
+
+@dataclass
+class Added:
+    """A request the engine was given."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    queue: FakeQueue
+    outputs: list[RequestOutput] = field(default_factory=list)
+
+
+Script = Callable[[list[int], SamplingParams], list[RequestOutput]]
+
+
+class FakeEngine:
+    """EngineClient's interface over a script. Outputs beyond `held_from` wait until the test releases them.
+
+    Tests call it from another thread than the server's loop: `wait_for`, `release`, `die`.
+    """
+
+    def __init__(self, script: Script | None = None) -> None:
+        self.resolved = RESOLVED
+        self.stats = EngineStats(num_blocks=32, blocks_free=20, blocks_used=12, slots_written=40, slots_wasted=8)
+        self.stats.num_running, self.stats.num_waiting, self.stats.num_preemptions = 2, 1, 5
+        self.script: Script = script or (lambda prompt, params: reply("hello"))
+        self.held_from: int | None = None
+        self.death_note = ""
+        self.since_progress = 0.0
+        self.added: list[Added] = []
+        self.aborted: list[str] = []
+        self.finished: list[tuple[str, int]] = []
+        self.questions: list[tuple[str, str]] = []
+        self.was_shut_down = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._changed = threading.Condition()
+
+    # ---- EngineClient ---------------------------------------------------------------------------------------------
+
+    @property
+    def is_alive(self) -> bool:
+        return not self.death_note
+
+    def seconds_since_progress(self) -> float:
+        return self.since_progress
+
+    def add(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> FakeQueue:
+        if not self.is_alive:
+            raise EngineDeadError(self.death_note)
+        max_total_tokens(prompt_token_ids, params, self.resolved)
+        self._loop = asyncio.get_running_loop()
+        added = Added(request_id, list(prompt_token_ids), params, FakeQueue())
+        outputs = self.script(added.prompt_token_ids, params)
+        if params.logprobs is not None:
+            with_logprobs(outputs, params.logprobs)
+        held_from = len(outputs) if self.held_from is None else self.held_from
+        for output in outputs[:held_from]:
+            added.queue.put(output)
+        added.outputs = outputs[held_from:]
+        with self._changed:
+            self.added.append(added)
+            self._changed.notify_all()
+        return added.queue
+
+    def abort(self, request_id: str) -> None:
+        with self._changed:
+            self.aborted.append(request_id)
+            self._changed.notify_all()
+
+    def finish(self, request_id: str, num_output_tokens: int) -> None:
+        with self._changed:
+            self.finished.append((request_id, num_output_tokens))
+            self._changed.notify_all()
+
+    async def inspect(self, what: str, argument: str = "") -> Any:
+        if not self.is_alive:
+            raise EngineDeadError(self.death_note)
+        self.questions.append((what, argument))
+        if what == "request" and argument not in [added.request_id for added in self.added]:
+            raise RequestNotFoundError(argument)
+        return {"what": what, "argument": argument}
+
+    async def shutdown(self) -> None:
+        self.was_shut_down = True
+
+    # ---- for the test's thread ------------------------------------------------------------------------------------
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Until something the server did makes `condition` true."""
+        with self._changed:
+            assert self._changed.wait_for(condition, WAIT_SECONDS), "the server did not get there"
+
+    def release(self, added: Added) -> None:
+        """Let a request's held outputs go."""
+        self._in_loop(lambda: [added.queue.put(output) for output in added.outputs])
+
+    def die(self, note: str = "killed") -> None:
+        """As if the process had ended: everyone who waits gets an error."""
+
+        def end() -> None:
+            self.death_note = note
+            for added in self.added:
+                added.queue.put(EngineDeadError(note))
+
+        self._in_loop(end)
+
+    def _in_loop(self, work: Callable[[], Any]) -> None:
+        done = threading.Event()
+
+        def run() -> None:
+            work()
+            done.set()
+
+        assert self._loop is not None, "no request has come yet"
+        self._loop.call_soon_threadsafe(run)
+        assert done.wait(WAIT_SECONDS)

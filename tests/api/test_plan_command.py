@@ -1,0 +1,163 @@
+"""`pageframe plan`: the memory formula against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from rich.text import Text
+
+from pageframe.api.plan_command import add_arguments, draw_plan, make_plan, num_parameters, run
+from pageframe.runtime.config import EngineConfig
+from pageframe.runtime.errors import MemoryPlanError
+from pageframe.runtime.models.config import load_model_config
+from pageframe.runtime.models.source import resolve_source
+
+GIB = 1024**3
+
+LLAMA_7B: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+}
+#: 64 bytes of K/V a token in bf16: 2 * 1 * 1 * 16 * 2.
+TINY = LLAMA_7B | {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "vocab_size": 100,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+
+
+def write_model(folder: Path, config: dict[str, Any]) -> str:
+    path = folder / "tiny-model"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    return str(path)
+
+
+def plan(*argv: str) -> int:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return run(parser.parse_args(argv))
+
+
+def draw(config: EngineConfig, width: int, **colour: Any) -> list[str]:
+    console = Console(width=width, highlight=False, **colour)
+    with console.capture() as capture:
+        console.print(draw_plan(make_plan(config, free_bytes=16 * GIB)))
+    return [line.rstrip() for line in capture.get().replace("\N{MULTIPLICATION SIGN}", "x").splitlines()]
+
+
+def test_4096_tokens_of_a_7b_model_take_2_gib(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("--model", write_model(tmp_path, LLAMA_7B), "--num-blocks", "256", "--json") == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["bytes"] == {"per_token": 512 * 1024, "per_block": 8 * 1024**2, "pool": 2 * GIB}
+    assert answer["pool_tokens"] == answer["max_model_len"] == 4096
+
+
+def test_parameters_are_those_of_llama_2_7b(tmp_path: Path) -> None:
+    model = load_model_config(resolve_source(write_model(tmp_path, LLAMA_7B)))
+    assert num_parameters(model) == 6_738_415_616  # as published
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_drawing_puts_the_numbers_into_the_formula(tmp_path: Path, width: int) -> None:
+    lines = draw(EngineConfig(model=write_model(tmp_path, LLAMA_7B), num_blocks=2000, max_num_requests=200), width)
+    assert lines[0] == "tiny-model"
+    assert lines[-16:] == [
+        "formula       2 (K and V) x layers x KV heads x head_dim x bytes",
+        "one token     2 x 32 x 32 x 128 x 2 (bf16) = 524,288 bytes          512.0 KiB",
+        "one block     x 16 tokens = 8,388,608 bytes                           8.0 MiB",
+        "one request   at most 4,096 tokens (max_model_len)                   2.00 GiB",
+        "this machine  free, of which the weights will take about 12.55 GiB  16.00 GiB",
+        "the pool      2,000 blocks = 32,000 tokens (as asked for)           15.62 GiB",
+        "",
+        "Requests at once: paged (blocks as needed), or 4,096 tokens reserved for each",
+        "tokens each    blocks each    fit paged    fit reserved      gain",
+        "        128              8          250               7    x 35.7",
+        "        512             32           62               7    x 8.86",
+        "      2,048            128           15               7    x 2.14",
+        "      4,096            256            7               7       x 1",
+        "",
+        "At most 200 run at once (max_num_requests).",
+        "The pool is for a larger machine: 16.00 GiB are free here, weights included.",
+    ]
+
+
+def test_colour_changes_no_character(tmp_path: Path) -> None:
+    config = EngineConfig(model=write_model(tmp_path, LLAMA_7B))
+    plain = draw(config, 80, color_system=None)
+    coloured = draw(config, 80, color_system="standard", force_terminal=True)
+    assert coloured != plain
+    assert [Text.from_ansi(line).plain.rstrip() for line in coloured] == plain
+
+
+def test_only_lengths_that_the_model_allows_are_counted(tmp_path: Path) -> None:
+    model = write_model(tmp_path, TINY | {"max_position_embeddings": 1000})
+    fits = make_plan(EngineConfig(model=model, num_blocks=100, block_size=16)).fits
+    assert [(fit.tokens, fit.blocks, fit.paged, fit.reserved) for fit in fits] == [
+        (128, 8, 12, 1),
+        (512, 32, 3, 1),
+        (1000, 63, 1, 1),
+    ]
+
+
+def test_the_pool_is_sized_by_memory_cap_or_need(tmp_path: Path) -> None:
+    tiny = write_model(tmp_path, TINY)
+    weights = 15_712 * 2
+    by_memory = make_plan(EngineConfig(model=tiny), free_bytes=weights + 100 * 1024)
+    assert (by_memory.num_blocks, by_memory.max_model_len) == (50, 800)
+    assert by_memory.pool_rule == "50% of what the weights leave"
+    by_need = make_plan(EngineConfig(model=tiny, max_num_requests=3), free_bytes=100 * GIB)
+    assert (by_need.num_blocks, by_need.max_model_len) == (3 * 256, 4096)
+    assert by_need.pool_rule == "all that 3 requests can use"
+    (tmp_path / "large").mkdir()
+    by_cap = make_plan(EngineConfig(model=write_model(tmp_path / "large", LLAMA_7B)), free_bytes=100 * GIB)
+    assert by_cap.pool_bytes == 4 * GIB
+    assert by_cap.pool_rule == "the cap on a CPU"
+    with pytest.raises(MemoryPlanError, match=r"one block takes 1\.0 KiB"):
+        make_plan(EngineConfig(model=tiny), free_bytes=weights + 1024)
+
+
+def test_a_pool_for_another_machine_is_planned_and_said_to_be_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan("--model", write_model(tmp_path, LLAMA_7B), "--kv-memory", "1000000GiB") == 0
+    assert "larger machine" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--model", "no/such/model"], "model 'no/such/model' is not 'default'"),
+        (["--kv-memory", "3 apples"], "'3 apples' is not a size"),
+        (["--kv-memory", "100"], "kv_memory is 100 B; one block of the KV cache takes 1.0 KiB"),
+        (["--block-size", "12"], "block_size is 12; it must be a power of two from 1 to 256"),
+        (["--max-model-len", "5000"], "max_model_len is 5000; this model's positions end at 4096"),
+        (["--num-blocks", "2", "--max-model-len", "40"], "the pool of 2 blocks of 16 holds 32 tokens"),
+        (["--num-blocks", "1", "--block-size", "1"], "the pool of 1 blocks of 1 holds 1 tokens"),
+        (["--max-num-requests", "0"], "max_num_requests is 0; it must be at least 1"),
+    ],
+)
+def test_bad_input_is_one_line_on_stderr(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    model = [] if "--model" in flags else ["--model", write_model(tmp_path, TINY)]
+    assert plan(*model, *flags) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert message in captured.err
+    assert captured.err.count("\n") == 1

@@ -1,0 +1,239 @@
+"""A model whose only arithmetic is hashing, so that any slot read or written wrongly changes its output.
+
+Its "KV" at position p of layer l is a 64-bit hash of (salt, all tokens up to p, l), continued from what the cache
+holds at p - 1. It is written through the batch's slots and read back through a copy of the block tables that only
+`table_updates` change, as a real runner does. The next token mixes every slot of the context in every layer with the
+sampling parameters. It knows no scheduler; `solo` knows not even blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from pageframe.runtime.batch import Batch
+from pageframe.runtime.request import GREEDY_BELOW, SamplingParams, TokenLogprobs
+from pageframe.runtime.step_plan import SamplingBatch, StepResult
+
+#: Large, so that a wrong hash gives a right token about never.
+VOCAB_SIZE = 2**31 - 1
+EOS = 0
+#: Drawn about as often as EOS; prompts and stop ids may use it.
+COMMON = 3
+#: One draw in this many is EOS, and one is COMMON.
+RARITY = 24
+POISON = 0xDEAD_BEEF_DEAD_BEEF
+
+Uint64s = npt.NDArray[np.uint64]
+
+_MASK = 2**64 - 1
+_TOKEN, _POSITION, _LAYER = 0x1E3779B97F4A7C15, 0x42B2AE3D27D4EB4F, 0x165667B19E3779F9
+
+
+class InjectedFailure(RuntimeError):
+    """The forward pass fails because the test asked for it."""
+
+
+def mix(value: int) -> int:
+    """64 well-mixed bits: the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014)."""
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK
+    return value ^ (value >> 31)
+
+
+def mix_array(values: Uint64s) -> Uint64s:
+    """`mix` of each element."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def weight(position: int, layer: int) -> int:
+    """The odd factor of a slot in the context's hash: no two slots can be exchanged unseen."""
+    return mix(position * _POSITION + layer * _LAYER & _MASK) | 1
+
+
+@dataclass(frozen=True)
+class Solo:
+    """What a request gives alone."""
+
+    token_ids: list[int]
+    finish_reason: str
+    stop_token_id: int
+
+
+class ChainHashModel:
+    """A Runner and a TokenSampler over a pool [num_layers, num_blocks * block_size] uint64, poisoned at the start.
+
+    `fail_next` makes the next forward raise: "before" anything is touched, or "after" the cache is written.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_requests: int,
+        max_blocks: int,
+        num_layers: int = 2,
+        salt: int = 0x5A17,
+    ) -> None:
+        self.block_size = block_size
+        self.pool: Uint64s = np.full((num_layers, num_blocks * block_size), POISON, dtype=np.uint64)
+        self.num_forwards = 0
+        self.fail_next = ""
+        self._tables = np.full((max_num_requests, max_blocks), -1, dtype=np.int64)
+        self._roots = [mix(salt + layer) for layer in range(num_layers)]
+        self._roots_column = np.array(self._roots, dtype=np.uint64)[:, None]
+        self._layers = np.arange(num_layers, dtype=np.uint64)[:, None] * np.uint64(_LAYER)
+        self._weights = np.array(
+            [[weight(position, layer) for position in range(max_blocks * block_size)] for layer in range(num_layers)],
+            dtype=np.uint64,
+        )
+
+    def poison(self, block_ids: Sequence[int]) -> None:
+        """Overwrite whole blocks in every layer: nothing may read them before they are written again."""
+        self.pool.reshape(len(self.pool), -1, self.block_size)[:, block_ids] = POISON
+
+    # ---- Runner ---------------------------------------------------------------------------------------------------
+
+    def forward(self, batch: Batch) -> Uint64s:
+        """Write the KV of the batch's tokens; the hash of the whole context, uint64 [n], for each wanted token."""
+        self.num_forwards += 1
+        if self.fail_next == "before":
+            self.fail_next = ""
+            raise InjectedFailure("before the cache was written")
+        check_batch(batch)
+        updates = batch.table_updates
+        self._tables[updates.rows, updates.indices] = updates.block_ids
+        self._write(batch)
+        if self.fail_next == "after":
+            self.fail_next = ""
+            raise InjectedFailure("after the cache was written")
+        return self._read(batch)
+
+    def _slots(self, rows: npt.NDArray[np.int32], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        slots: npt.NDArray[np.int64] = (
+            self._tables[rows, positions // self.block_size] * self.block_size + positions % self.block_size
+        )
+        return slots
+
+    def _write(self, batch: Batch) -> None:
+        first_tokens = batch.query_start[:-1]
+        starts = batch.positions[first_tokens]
+        cached = self.pool[:, self._slots(batch.rows, np.maximum(starts - 1, 0))]
+        previous = np.where(starts > 0, cached, self._roots_column)
+        places = batch.token_ids * np.int64(_TOKEN) + batch.positions * np.int64(_POSITION)
+        terms = mix_array(places.view(np.uint64) + self._layers)
+        sums = terms.cumsum(axis=1, dtype=np.uint64)
+        offset = previous - sums[:, first_tokens] + terms[:, first_tokens]
+        self.pool[:, batch.slots] = sums + offset.repeat(batch.query_start[1:] - first_tokens, axis=1)
+
+    def _read(self, batch: Batch) -> Uint64s:
+        requests = batch.query_start.searchsorted(batch.wanted, side="right") - 1
+        lens = batch.context_lens[requests]
+        positions = np.arange(lens.max(initial=0))
+        live = positions < lens[:, None]
+        slots = self._slots(batch.rows[requests][:, None], positions)
+        terms = self.pool[:, slots] * self._weights[:, None, : len(positions)]
+        sums: Uint64s = (terms * live).sum(axis=(0, 2), dtype=np.uint64)
+        return sums
+
+    # ---- TokenSampler ---------------------------------------------------------------------------------------------
+
+    def sample(self, hidden: Uint64s, batch: SamplingBatch) -> StepResult:
+        assert len(hidden) == len(batch), f"{len(hidden)} hidden states for {len(batch)} samples"
+        banned = dict(batch.banned)
+        tokens = np.zeros(len(batch), dtype=np.int32)
+        logprobs = {}
+        for index, context in enumerate(hidden.tolist()):
+            filters = [float(values[index]) for values in (batch.temperature, batch.top_p, batch.min_p)]
+            numbers = [int(values[index]) for values in (batch.top_k, batch.seed, batch.output_index)]
+            drawn = draw(context, *filters, *numbers)
+            tokens[index] = choose(drawn, banned.get(index, ()))
+            if batch.num_logprobs[index] >= 0:
+                logprobs[index] = expected_logprobs(int(tokens[index]), int(batch.num_logprobs[index]))
+        return StepResult(tokens, logprobs)
+
+    # ---- the oracle -----------------------------------------------------------------------------------------------
+
+    def solo(self, prompt: Sequence[int], params: SamplingParams, *, max_total_tokens: int, seed: int) -> Solo:
+        """The same request alone, by the definition: no blocks, no batches, no cache.
+
+        Args:
+            seed: the choice's.
+        """
+        kv, context = list(self._roots), 0
+        eos_ids = () if params.ignore_eos else (EOS,)
+        stop_ids = {*eos_ids, *params.stop_token_ids}
+        output: list[int] = []
+        tokens = list(prompt)
+        for position in range(max_total_tokens):
+            for layer in range(len(kv)):
+                place = position * _POSITION + layer * _LAYER
+                kv[layer] = (kv[layer] + mix(tokens[position] * _TOKEN + place & _MASK)) & _MASK
+                context = (context + kv[layer] * weight(position, layer)) & _MASK
+            if position + 1 < len(tokens):
+                continue
+            drawn = draw(
+                context, params.temperature, params.top_p, params.min_p, max(0, params.top_k), seed, len(output)
+            )
+            token = choose(drawn, stop_ids if len(output) < params.min_tokens else ())
+            tokens.append(token)
+            output.append(token)
+            if token in stop_ids:
+                return Solo(output, "stop", -1 if token in eos_ids else token)
+            if len(tokens) == max_total_tokens:
+                break
+        return Solo(output, "length", -1)
+
+
+def draw(context: int, temperature: float, top_p: float, min_p: float, top_k: int, seed: int, output_index: int) -> int:
+    """64 bits that decide the next token: of the context alone where greedy, else of all sampling parameters."""
+    if temperature < GREEDY_BELOW:
+        return mix(context)
+    # Rounded, since float32 parameters must draw as the ones they were made from.
+    filters = (round(temperature * 1e4), round(top_p * 1e4), round(min_p * 1e4))
+    for number in (*filters, top_k, seed & _MASK, output_index):
+        context = mix((context + number * _TOKEN + _LAYER) & _MASK)
+    return context
+
+
+def choose(drawn: int, banned: Sequence[int] | set[int]) -> int:
+    """The token of 64 drawn bits: sometimes EOS or COMMON, else any other of a large vocabulary."""
+    special = {0: EOS, 1: COMMON}.get(drawn % RARITY)
+    if special is not None and special not in banned:
+        return special
+    return COMMON + 1 + (drawn >> 8) % (VOCAB_SIZE - COMMON - 1)
+
+
+def expected_logprobs(token: int, count: int) -> TokenLogprobs:
+    """What `sample` reports for a token, so that a test sees when it reaches another request."""
+    return TokenLogprobs(-float(token), list(range(count)), [-1.0] * count)
+
+
+def check_batch(batch: Batch) -> None:
+    """What every runner may rely on."""
+    query_start, positions = batch.query_start.tolist(), batch.positions.tolist()
+    counts = [end - start for start, end in pairwise(query_start)]
+    num_tokens = len(batch.token_ids)
+    assert num_tokens > 0, "an empty batch reached the model"
+    assert query_start[0] == 0
+    assert query_start[-1] == num_tokens == len(positions) == len(batch.slots)
+    assert min(counts) > 0, "a request without tokens is in the batch"
+    assert set(counts[: batch.num_decode]) <= {1}, "the first num_decode requests must have one token"
+    assert 1 not in counts[batch.num_decode :], "a one-token request stands behind num_decode"
+    slots = set(batch.slots.tolist())
+    assert min(slots) >= 0, "a token has no slot"
+    assert len(slots) == num_tokens, "two tokens are written to one slot"
+    assert len(set(batch.rows.tolist())) == len(batch.rows) == len(counts), "two requests share a row"
+    ends = [end - 1 for end in query_start[1:]]
+    assert batch.context_lens.tolist() == [positions[end] + 1 for end in ends]
+    assert set(batch.wanted.tolist()) <= set(ends), "a wanted token is not the last of its request"
+    updates = batch.table_updates
+    entries = set(zip(updates.rows.tolist(), updates.indices.tolist(), strict=True))
+    assert len(entries) == len(updates), "a table entry is updated twice in one step: on a device either may win"

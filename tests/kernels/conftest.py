@@ -1,0 +1,43 @@
+"""Both backends for every test, on the GPU where there is one, else Triton in its interpreter.
+
+The interpreter must be on before Triton is first imported: kernels, and Triton's own library, become interpreted or
+compiled functions at import. No test elsewhere imports Triton while it is collected.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import zlib
+
+import numpy as np
+import pytest
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU and os.environ.get("TRITON_INTERPRET") != "1":
+    if "triton" in sys.modules:
+        raise pytest.UsageError("Triton was imported before the kernel tests could switch its interpreter on")
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from pageframe.kernels.attention import Backend, select_backend  # noqa: E402
+
+from .cases import SEED  # noqa: E402
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda" if HAS_GPU else "cpu")
+
+
+@pytest.fixture(params=["reference", "triton"])
+def backend(request: pytest.FixtureRequest, device: torch.device) -> Backend:
+    return select_backend(request.param, device)
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+    """Numbers of this test's own, the same for both backends and in every run with this seed."""
+    sys.stdout.write(f"repeat with PAGEFRAME_TEST_SEED={SEED}\n")
+    name = request.node.nodeid.replace("reference", "").replace("triton", "")
+    return np.random.default_rng([SEED, zlib.crc32(name.encode())])

@@ -1,0 +1,101 @@
+"""Which backend is picked, what each refuses, and what importing costs."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from pageframe.kernels.attention import Backend, UnsupportedError, select_backend
+
+CPU = torch.device("cpu")
+REPOSITORY = Path(__file__).parents[2]
+
+
+def test_auto_follows_the_device() -> None:
+    assert select_backend("auto", CPU).name == "reference"
+    assert select_backend("auto", torch.device("cuda")).name == "triton"
+
+
+def test_unknown_backend_is_named_with_the_choices() -> None:
+    with pytest.raises(UnsupportedError, match="'fast'; it must be one of auto, reference, triton"):
+        select_backend("fast", CPU)
+
+
+def test_triton_without_gpu_or_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(UnsupportedError, match="device is 'cpu'; the triton backend needs a GPU"):
+        select_backend("triton", CPU)
+
+
+@pytest.mark.parametrize("block_size", [0, -16, 3, 48, 512])
+def test_block_sizes_that_are_refused(backend: Backend, block_size: int) -> None:
+    with pytest.raises(UnsupportedError, match=f"block_size is {block_size}; .* power of two from 1 to 256"):
+        backend.check_supported(64, block_size, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int8])
+def test_cache_dtypes_that_are_refused(backend: Backend, dtype: torch.dtype) -> None:
+    with pytest.raises(UnsupportedError, match=f"K/V dtype is {dtype}"):
+        backend.check_supported(64, 16, dtype)
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 32, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_what_both_backends_take(backend: Backend, head_dim: int, block_size: int, dtype: torch.dtype) -> None:
+    backend.check_supported(head_dim, block_size, dtype)
+
+
+@pytest.mark.parametrize("head_dim", [8, 80, 96, 512])
+def test_head_dims_that_triton_refuses(device: torch.device, head_dim: int) -> None:
+    with pytest.raises(UnsupportedError, match=f"head_dim is {head_dim}; .* power of two from 16 to 256"):
+        select_backend("triton", device).check_supported(head_dim, 16, torch.bfloat16)
+    select_backend("reference", device).check_supported(head_dim, 16, torch.bfloat16)
+
+
+def test_the_reference_does_not_load_triton() -> None:
+    script = (
+        "import sys, torch\n"
+        "from pageframe.kernels.attention import select_backend\n"
+        "select_backend('auto', torch.device('cpu'))\n"
+        "sys.exit('triton' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def test_triton_inside_kernels_is_the_compiler() -> None:
+    import triton
+
+    from pageframe.kernels.triton import decode
+
+    assert decode.triton is triton
+    assert Path(triton.__file__).parent != REPOSITORY / "kernels" / "triton"
+
+
+def test_nothing_imports_kernels_by_the_bare_name() -> None:
+    """`kernels.attention` and `pageframe.kernels.attention` would be two modules, with two of every class."""
+    assert "kernels" not in sys.modules
+    folders = ("runtime", "kernels", "api", "benchmarks", "tests")
+    files = [path for folder in folders for path in (REPOSITORY / folder).rglob("*.py")]
+    assert REPOSITORY / "kernels" / "attention.py" in files
+    bare = [
+        f"{path}:{node.lineno}"
+        for path in files
+        for node in ast.walk(ast.parse(path.read_text()))
+        for name in _imported(node)
+        if name.split(".")[0] in ("runtime", "kernels", "api", "benchmarks")
+    ]
+    assert bare == []
+
+
+def _imported(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and node.level == 0:
+        return [node.module or ""]
+    return []
