@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
-from pageframe.api.errors import ApiError, engine_dead
+from pageframe.api.errors import ApiError
 from pageframe.api.service import ServerState
 from pageframe.runtime.errors import EngineDeadError, EngineError, InvalidRequestError
 from pageframe.runtime.request import RequestOutput, SamplingParams, TokenLogprobs
@@ -80,7 +80,7 @@ def join_pieces(pieces: Iterable[Piece]) -> Piece:
 class Generation:
     """A context: entering submits the request, leaving before its end aborts it.
 
-    Raises (on entering):
+    Raises (when made or entered):
         InvalidRequestError: the engine can never serve it.
         ApiError: 503, the server drains or the engine is dead.
     """
@@ -109,8 +109,6 @@ class Generation:
             self._queue = self._service.client.add(self.response_id, self._job.prompt_token_ids, self._job.params)
         except InvalidRequestError as error:
             raise _rename(error, self._job.field_names) from None
-        except EngineDeadError:
-            raise engine_dead() from None
         self._state.enter()
         return self
 
@@ -152,7 +150,7 @@ class Generation:
             self._fail(output.error or output.finish_reason)
             raise EngineError(output.error)
         piece = self._take(output)
-        self._observe(len(piece.token_ids))
+        self._observe(output, len(piece.token_ids))
         return piece
 
     def usage(self) -> dict[str, Any]:
@@ -178,8 +176,8 @@ class Generation:
         delta = self._text.push(text_ids, final=bool(output.finish_reason))
         if delta.stop is not None:
             num_kept = delta.num_tokens - self.num_tokens
-            if not output.finish_reason:
-                self._service.client.finish(self.response_id, delta.num_tokens)
+            # Said even where the engine has just ended it by length: the text ended it earlier, and that is on record.
+            self._service.client.finish(self.response_id, delta.num_tokens)
             self.num_tokens = delta.num_tokens
             self._end = "stop"
             return Piece(delta.text, output.token_ids[:num_kept], output.logprobs[:num_kept], "stop", delta.stop)
@@ -188,12 +186,17 @@ class Generation:
         stop_id = output.stop_token_id if ended_by_id and output.stop_token_id >= 0 else None
         return Piece(delta.text, output.token_ids, output.logprobs, self._end, stop_id)
 
-    def _observe(self, num_tokens: int) -> None:
+    def _observe(self, output: RequestOutput, num_tokens: int) -> None:
         metrics, now = self._service.metrics, time.monotonic()
         num_prompt_tokens = len(self._job.prompt_token_ids)
         if self._first is None:
             self._first = now
-            metrics.first_token(now - self._started, num_prompt_tokens)
+            metrics.first_token(
+                now - self._started,
+                num_prompt_tokens,
+                queued_seconds=output.queued_seconds,
+                prefill_seconds=output.prefill_seconds,
+            )
             metrics.tokens(num_tokens, None)
         else:
             metrics.tokens(num_tokens, now - self._last)

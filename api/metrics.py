@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -16,6 +16,9 @@ from pageframe.runtime.config import ResolvedConfig
 from pageframe.runtime.inspection import EngineStats
 
 PREFIX = "pageframe:"
+# A time of creation beside every sample would double what is scraped, and no dashboard reads it.
+disable_created_metrics()  # type: ignore[no-untyped-call]
+
 FINISH_REASONS = ("stop", "length", "abort", "error")
 #: Seconds. A token of a small model takes about a millisecond, so that is where the buckets start.
 TIME_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -54,6 +57,15 @@ class Metrics:
         self._request_time = self._histogram(
             "e2e_request_latency_seconds", "From a request's arrival to its last token.", TIME_BUCKETS
         )
+        self._queue_time = self._histogram(
+            "request_queue_time_seconds", "From a request's arrival at the engine to its first step.", TIME_BUCKETS
+        )
+        self._prefill_time = self._histogram(
+            "request_prefill_time_seconds", "From a request's first step to its first token.", TIME_BUCKETS
+        )
+        self._step_tokens = self._histogram(
+            "iteration_tokens_total", "Tokens that a step computed, of prompts and of answers.", TOKEN_BUCKETS
+        )
         self._decode_time = self._histogram(
             "request_decode_time_seconds", "From a request's first token to its last.", TIME_BUCKETS
         )
@@ -66,9 +78,17 @@ class Metrics:
         """All samples in Prometheus' text format."""
         return generate_latest(self.registry)
 
-    def first_token(self, seconds: float, num_prompt_tokens: int) -> None:
-        """A request got its first token, so many seconds after it arrived."""
+    def step(self, num_tokens: int) -> None:
+        """The engine made a step of so many tokens."""
+        self._step_tokens.observe(num_tokens)
+
+    def first_token(
+        self, seconds: float, num_prompt_tokens: int, *, queued_seconds: float, prefill_seconds: float
+    ) -> None:
+        """A request got its first token, so many seconds after it arrived; the engine's share of them beside."""
         self._first_token.observe(seconds)
+        self._queue_time.observe(queued_seconds)
+        self._prefill_time.observe(prefill_seconds)
         self._prompt_tokens.inc(num_prompt_tokens)
 
     def tokens(self, num_tokens: int, seconds: float | None) -> None:
@@ -120,6 +140,7 @@ class _EngineCollector(Collector):
             "kv_blocks_saved_by_sharing", "Blocks that sharing saves at this moment.", stats.blocks_saved_by_sharing
         )
         yield self._blocks(stats)
+        yield self._waits(stats)
         yield self._config()
         yield self._counter("num_preemptions", "Requests whose blocks were taken back.", stats.num_preemptions)
         yield self._counter("num_aborts", "Requests that ended because nobody wanted them.", stats.num_aborts)
@@ -138,6 +159,14 @@ class _EngineCollector(Collector):
         family = GaugeMetricFamily(f"{PREFIX}kv_blocks", "KV blocks by state.", labels=["model_name", "state"])
         for state in ("free", "cached", "used", "pinned"):
             family.add_metric([self._model_name, state], getattr(stats, f"blocks_{state}"))
+        return family
+
+    def _waits(self, stats: EngineStats) -> Metric:
+        family = CounterMetricFamily(
+            f"{PREFIX}request_waits", "Waits begun, by what was waited for.", labels=["model_name", "reason"]
+        )
+        for reason, count in stats.num_waits.items():
+            family.add_metric([self._model_name, reason], count)
         return family
 
     def _config(self) -> Metric:

@@ -103,6 +103,7 @@ async def load_service(engine_config: EngineConfig, server_config: ServerConfig)
     client = await starting
     name = server_config.served_model_name or client.resolved.model_name
     metrics = Metrics(name, client.resolved, lambda: client.stats)
+    client.on_step = metrics.step
     return Service(client, tokenizer, template, name, defaults, metrics)
 
 
@@ -130,6 +131,7 @@ async def serve(listener: socket.socket, state: ServerState, load: Load) -> None
         server.should_exit = True
         try:
             await http
+            await _drop_connections(server)
         finally:
             if state.service is not None:
                 await state.service.client.shutdown()
@@ -176,6 +178,14 @@ async def _load_unless_stopped(state: ServerState, load: Load) -> Service | None
         stopping.cancel()
         loading.cancel()
         await asyncio.wait((loading, stopping))
+
+
+async def _drop_connections(server: uvicorn.Server) -> None:
+    """Closes what a client that does not read still holds open; there is one answer left in it at most."""
+    for connection in server.server_state.connections:
+        connection.transport.abort()
+    # The loop's next round closes them.
+    await asyncio.sleep(0)
 
 
 async def _drain(state: ServerState) -> None:

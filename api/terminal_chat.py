@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import http.client
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -35,12 +36,18 @@ from pageframe.api.terminal_http import (
 from pageframe.api.terminal_server import SERVE_COMMAND, OwnServer, is_there, own_server, wait_while_starting
 
 CONTEXT_FULL = "context_length_exceeded"
+#: How long after a broken connection the server's own end may be noticed.
+ENDING_SECONDS = 1.0
 HELP = """\
 /system TEXT  tell the model how to behave; /system alone shows what it was told
 /clear        forget the conversation, keep what /system said
 /help         this
 /exit         end; so do Ctrl-D and, at the prompt, Ctrl-C
 Ctrl-C while an answer comes stops the answer."""
+
+
+class ServerEndedError(ServerError):
+    """The server that was started for the conversation has ended."""
 
 
 @dataclass(slots=True)
@@ -222,17 +229,30 @@ class Terminal:
                     self._commands[command](rest.strip())
                 else:
                     self._say(f"there is no {command}; /help lists the commands", "yellow")
-                if self._own is not None and self._own.has_ended:
-                    print_error(self._own.death_note())
-                    return 1
         except (EOFError, KeyboardInterrupt):
             self._console.print()
         return 0
 
+    def ask(self, question: str) -> Answer:
+        """Stream one answer.
+
+        Raises:
+            ServerError: there is none; `status` is 0 where the server may be gone.
+            ServerEndedError: nor will there be one: the conversation's own server has ended.
+        """
+        try:
+            return self._conversation.ask(question, self.show)
+        except ServerError as error:
+            if error.status == 0 and self._own is not None and self._own.ends_within(ENDING_SECONDS):
+                raise ServerEndedError(self._own.death_note()) from error
+            raise
+
     def _answer(self, question: str) -> None:
         """Stream one answer; a refusal is shown and the conversation goes on."""
         try:
-            answer = self._conversation.ask(question, self.show)
+            answer = self.ask(question)
+        except ServerEndedError:
+            raise
         except ServerError as error:
             if self._in_line:
                 self.show("\n")
@@ -245,10 +265,15 @@ class Terminal:
         self._say(answer.summary() + "\n")
 
     def show(self, piece: str) -> None:
-        """Write a piece of an answer as it is, save that a terminal gets no control characters from a model."""
+        """Write a piece of an answer as it is, save that a terminal gets no control characters from a model.
+
+        Raises:
+            BrokenPipeError: nobody reads any more.
+        """
         if self._console.is_terminal:
             piece = "".join(character for character in piece if character in "\n\t" or category(character) != "Cc")
-        self._console.out(piece, end="", highlight=False)
+        self._console.file.write(piece)  # rich would expand tabs
+        self._console.file.flush()
         self._in_line = not piece.endswith("\n")
 
     def _say(self, text: str, style: str = "dim") -> None:
@@ -311,14 +336,17 @@ def run(
             terminal = Terminal(conversation, Console(highlight=False), name, own)
             if args.message is None:
                 return terminal.talk()
-            return _answer_once(conversation, terminal, args.message, status)
+            return _answer_once(terminal, args.message, status)
     except ServerError as error:
         print_error(str(error))
         return 1
+    except BrokenPipeError:  # `| head` has what it wanted; what is still buffered must not fail at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
-def _answer_once(conversation: Conversation, terminal: Terminal, message: str, status: Console) -> int:
-    answer = conversation.ask(message, terminal.show)
+def _answer_once(terminal: Terminal, message: str, status: Console) -> int:
+    answer = terminal.ask(message)
     terminal.show("\n")
     if answer.stopped:
         raise KeyboardInterrupt

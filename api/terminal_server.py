@@ -24,7 +24,7 @@ from pageframe.api.terminal_http import ServerError, fetch_json
 
 SERVE_COMMAND = (sys.executable, "-m", "pageframe.api.cli", "serve")
 PROBE_SECONDS = 2.0
-POLL_SECONDS = 0.1
+POLL_SECONDS = 0.05
 #: From the request to end until the child is killed; serving ends well within it.
 GRACE_SECONDS = 10.0
 _LOG_TAIL_BYTES = 4096
@@ -49,6 +49,12 @@ class OwnServer:
         reason = last.removeprefix("pageframe: ").removeprefix("error: ")
         return f"the server has ended ({self._child.returncode}): {reason} (its log: {self._log})"
 
+    def ends_within(self, seconds: float) -> bool:
+        """Whether it has ended, or does so in the next seconds: its connections close a little before."""
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it has not
+            self._child.wait(seconds)
+        return self.has_ended
+
     def wait_until_ready(self) -> None:
         """Return once it serves.
 
@@ -56,8 +62,7 @@ class OwnServer:
             ServerError: it has ended.
         """
         while not is_serving(self.url):
-            with contextlib.suppress(subprocess.TimeoutExpired):  # running still: ask again
-                self._child.wait(POLL_SECONDS)
+            if self.ends_within(POLL_SECONDS):
                 raise ServerError(self.death_note())
 
     def end(self, grace: float) -> None:
@@ -66,8 +71,7 @@ class OwnServer:
             return
         self._child.terminate()
         try:
-            with contextlib.suppress(subprocess.TimeoutExpired):  # it is killed below
-                self._child.wait(grace)
+            self.ends_within(grace)
         finally:
             if not self.has_ended:
                 os.killpg(self._child.pid, signal.SIGKILL)

@@ -19,7 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pageframe.runtime.errors import InvalidRequestError, ModelError
 from pageframe.runtime.models.config import read_json
 from pageframe.runtime.models.gguf import GgufFile
-from pageframe.runtime.models.source import ModelSource
+from pageframe.runtime.models.source import ModelSource, one_line
 from pageframe.runtime.tokenizer import Tokenizer
 
 MAX_OUTPUT_CHARS = 4 * 2**20
@@ -41,7 +41,7 @@ class ChatTemplate:
         try:
             self._template = _environment().from_string(source_text)
         except Exception as error:  # beside Jinja's syntax errors, those of the Python that it makes of a template
-            raise ModelError(f"the model's chat template is not valid: {error}") from error
+            raise ModelError(f"the model's chat template is not valid: {one_line(error)}") from error
 
     def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, **kwargs: Any) -> str:
         """The conversation as text.
@@ -104,7 +104,7 @@ def _folder_template(source: ModelSource) -> str | None:
         try:
             return path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ModelError(f"{path}: cannot be read: {error}") from error
+            raise ModelError(f"{path}: cannot be read: {one_line(error)}") from error
     path = source.path / "tokenizer_config.json"
     value = read_json(path).get("chat_template") if path.is_file() else None
     if isinstance(value, list):

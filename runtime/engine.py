@@ -54,6 +54,10 @@ class StepRecord:
     preempted: tuple[str, ...]
     finished: tuple[str, ...]
 
+    @property
+    def num_tokens(self) -> int:
+        return self.prefill_tokens + self.decode_tokens
+
 
 class Engine:
     """A scheduler over a runner.

@@ -62,6 +62,8 @@ class EngineClient:
         self.resolved = resolved
         self.stats = EngineStats(num_blocks=resolved.num_blocks, blocks_free=resolved.num_blocks)
         self.death_note = ""
+        #: Called with the number of tokens of each step that computed some.
+        self.on_step: Callable[[int], None] = lambda num_tokens: None
         self._process = process
         self._socket = socket
         self._folder = folder
@@ -231,7 +233,10 @@ class EngineClient:
                 self._resolve(body)
 
     def _deliver(self, step: messages.Step) -> None:
+        is_new = step.stats.step != self.stats.step
         self.stats = step.stats
+        if is_new and step.stats.step_tokens:
+            self.on_step(step.stats.step_tokens)
         self._last_progress = time.monotonic()
         for output in step.outputs:
             queue = self._queues.get(output.request_id)

@@ -92,7 +92,7 @@ class EngineLoop:
         try:
             body = inspect(self._engine, question.what, question.argument)
         except RequestNotFoundError as error:
-            return messages.Answer(question.call, error=str(error), not_found=True)
+            return messages.Answer(question.call, error=error.request_id, not_found=True)
         except InvalidRequestError as error:
             return messages.Answer(question.call, error=error.message)
         return messages.Answer(question.call, body=json.dumps(body, separators=(",", ":")).encode())
@@ -105,7 +105,8 @@ def _exit_with_parent() -> None:
     """End this process, in the middle of whatever it does, once the parent's end of standard input is closed."""
 
     def watch() -> None:
-        sys.stdin.buffer.read()
+        while os.read(sys.stdin.fileno(), 4096):
+            pass
         os._exit(1)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()

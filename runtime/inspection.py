@@ -6,7 +6,7 @@ allocator hold, and keeps nothing itself.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from pageframe.runtime.engine import Engine
@@ -19,7 +19,7 @@ Json = dict[str, Any]
 
 @dataclass(slots=True)
 class EngineStats:
-    """The engine's gauges and running totals after a step, for metrics."""
+    """The engine's gauges and totals, for metrics. `step_tokens` are those of step `step`, 0 if it did nothing."""
 
     step: int = 0
     num_running: int = 0
@@ -34,6 +34,7 @@ class EngineStats:
     blocks_saved_by_sharing: int = 0
     num_preemptions: int = 0
     num_aborts: int = 0
+    num_waits: dict[str, int] = field(default_factory=dict)
     step_tokens: int = 0
 
 
@@ -56,7 +57,8 @@ def engine_stats(engine: Engine) -> EngineStats:
         blocks_saved_by_sharing=references - allocator.num_used,
         num_preemptions=scheduler.num_preemptions,
         num_aborts=scheduler.num_aborts,
-        step_tokens=0 if last is None else last.prefill_tokens + last.decode_tokens,
+        num_waits=scheduler.num_waits,
+        step_tokens=last.num_tokens if last is not None and last.step == scheduler.step else 0,
     )
 
 

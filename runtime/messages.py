@@ -43,7 +43,7 @@ class Question:
 
 @dataclass(slots=True)
 class Answer:
-    """`body` is JSON; `error` is empty or says why there is none, `not_found` that the id is unknown."""
+    """`body` is JSON; `error` is empty or says why there is none; with `not_found` it is the id that is unknown."""
 
     call: int
     body: bytes = b""

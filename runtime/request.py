@@ -138,6 +138,8 @@ class RequestOutput:
         stop_token_id: the stop id that ended it, or -1 (an end-of-text token counts as no stop id).
         logprobs: one per new token, empty when not asked for.
         num_cached_tokens: prompt tokens found computed at admission.
+        queued_seconds: on a request's first output, from its arrival at the engine to its first step; -1 on others.
+        prefill_seconds: likewise, from its first step to its first token.
         error: what failed, when finish_reason is "error".
     """
 
@@ -147,6 +149,8 @@ class RequestOutput:
     stop_token_id: int = -1
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_cached_tokens: int = 0
+    queued_seconds: float = -1.0
+    prefill_seconds: float = -1.0
     error: str = ""
 
 

@@ -79,6 +79,8 @@ class Scheduler:
         self.step = 0
         self.num_preemptions = 0
         self.num_aborts = 0
+        #: Waits begun so far, by reason; see request.Wait.
+        self.num_waits = {"queue": 0, "blocks": 0, "rows": 0, "budget": 0}
         self._requests: dict[str, Request] = {}
         self._waiting: list[Request] = []
         self._running: list[Request] = []
@@ -133,9 +135,9 @@ class Scheduler:
     def _queue(self, request: Request, now: float) -> None:
         """Put a request in its place among those that wait."""
         insort(self._waiting, request, key=_order)
-        request.wait("queue", now)
+        self._wait(request, "queue", now)
         if self._waiting[0] is request and len(self._waiting) > 1:
-            self._waiting[1].wait("queue", now)  # whatever it waited for, it is behind another now
+            self._wait(self._waiting[1], "queue", now)  # whatever it waited for, it is behind another now
 
     def abort(self, request_id: str, now: float) -> bool:
         """End a live request because nobody wants it any more; False where it has ended already."""
@@ -270,7 +272,7 @@ class Scheduler:
     def _record_wait(self, request: Request, needed: int, now: float) -> None:
         reason = "rows" if self.tables.num_free_rows == 0 else "blocks"
         free = self.allocator.num_free
-        if request.wait(reason, now, needed=needed, free=free):
+        if self._wait(request, reason, now, needed=needed, free=free):
             self._note(WaitEvent, request, now, reason=reason, needed=needed, free=free)
 
     def _admit(self, request: Request, now: float) -> None:
@@ -300,7 +302,7 @@ class Scheduler:
         new_tokens[prefilling] = shares
         for index, share in zip(prefilling.tolist(), shares, strict=True):
             if share == 0:
-                self._running[index].wait("budget", now)
+                self._wait(self._running[index], "budget", now)
             else:
                 self._running[index].end_wait(now)
         return new_tokens
@@ -362,6 +364,9 @@ class Scheduler:
     def _advance(self, request: Request, token: int, total: int, output: RequestOutput, now: float) -> None:
         if request.first_token_time is None:
             request.first_token_time = now
+            assert request.first_scheduled_time is not None
+            output.queued_seconds = request.first_scheduled_time - request.arrival_time
+            output.prefill_seconds = now - request.first_scheduled_time
         if token in request.stop_ids:
             output.finish_reason = FinishReason.STOP.value
             output.stop_token_id = -1 if token in request.eos_ids else token
@@ -381,6 +386,13 @@ class Scheduler:
                 )
         self.tables.repeat_updates()
         return outputs
+
+    def _wait(self, request: Request, reason: str, now: float, *, needed: int = 0, free: int = 0) -> bool:
+        """Record a wait; True where the reason or its numbers are news."""
+        before = len(request.waits)
+        is_news = request.wait(reason, now, needed=needed, free=free)
+        self.num_waits[reason] += len(request.waits) - before
+        return is_news
 
     def _note(self, event_type: type[Event], request: Request, now: float, **numbers: Any) -> None:
         self.journal.write(event_type(step=self.step, time=now, request_id=request.request_id, **numbers))

@@ -20,7 +20,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from pageframe.runtime.errors import InvalidRequestError, ModelError
 from pageframe.runtime.models.config import read_json
 from pageframe.runtime.models.gguf import GgufFile
-from pageframe.runtime.models.source import ModelSource
+from pageframe.runtime.models.source import ModelSource, one_line
 
 _SPACE_MARK = "\u2581"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -169,7 +169,7 @@ def _tokenizer_of_folder(folder: Path) -> Tokenizer:
     try:
         inner = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception for whatever is wrong in the file
-        raise ModelError(f"{path}: cannot be read: {error}") from error
+        raise ModelError(f"{path}: cannot be read: {one_line(error)}") from error
     inner.no_truncation()
     inner.no_padding()
     config_path = folder / "tokenizer_config.json"
@@ -354,7 +354,7 @@ def _build_bpe(tokens: list[str], merges: list[str], splitting: _Splitting, wher
     try:
         model = models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=splitting.whole_words)
     except Exception as error:  # the library raises plain Exception for merges whose tokens do not exist
-        raise ModelError(f"{where}: tokenizer.ggml.merges do not fit the tokens: {error}") from error
+        raise ModelError(f"{where}: tokenizer.ggml.merges do not fit the tokens: {one_line(error)}") from error
     inner = tokenizers.Tokenizer(model)
     if splitting.nfc:
         inner.normalizer = normalizers.NFC()

@@ -21,12 +21,15 @@ from pageframe.runtime.models.families import (
     gguf_name,
 )
 from pageframe.runtime.models.gguf import GgufFile
-from pageframe.runtime.models.source import ModelSource
+from pageframe.runtime.models.source import ModelSource, one_line
 
 #: Sizes above these are damage, not models.
 _MAX_SIZE = 2**31 - 1
 _MAX_LAYERS = 10_000
 _MAX_POSITIONS = 2**24
+#: What Mistral's and Qwen's first configurations mean where they have no `sliding_window` or `max_window_layers`.
+_DEFAULT_WINDOW = 4096
+_DEFAULT_FULL_LAYERS = 28
 _MAX_JSON_BYTES = 64 * 2**20
 
 #: Tokens that end a turn or a text in some chat format; where a GGUF marks one as control, it ends the text.
@@ -90,7 +93,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: is not valid JSON: {error}") from error
+        raise ModelError(f"{path}: is not valid JSON: {one_line(error)}") from error
     if not isinstance(value, dict):
         raise ModelError(f"{path}: holds no JSON object")
     return value
@@ -228,17 +231,16 @@ def _hf_windows(keys: _Keys, family: Family, num_layers: int) -> tuple[int | Non
     if family.window == "never":
         keys.only("sliding_window")
         return ()
-    if family.window == "all":
-        # A missing key is Mistral's first model, whose window is 4,096; null is none.
-        window = keys.size("sliding_window") if keys.values.get("sliding_window", 4096) is not None else None
-        return (window,) * num_layers if window is not None else ()
-    if not keys.flag("use_sliding_window") or keys.values.get("sliding_window", 4096) is None:
+    if keys.values.get("sliding_window", _DEFAULT_WINDOW) is None:  # null is none; a missing key is the default
         return ()
-    size = keys.size("sliding_window", 4096)
+    if family.window == "all":
+        return (keys.size("sliding_window", _DEFAULT_WINDOW),) * num_layers
+    if not keys.flag("use_sliding_window"):
+        return ()
+    size = keys.size("sliding_window", _DEFAULT_WINDOW)
     layer_types = keys.get("layer_types")
     if layer_types is None:
-        first = keys.get("max_window_layers")
-        first = 28 if first is None else first
+        first = keys.values.get("max_window_layers", _DEFAULT_FULL_LAYERS)
         if type(first) is not int or first < 0:
             keys.fail("max_window_layers", first, "it must be an integer of at least 0")
         return tuple(size if layer >= first else None for layer in range(num_layers))

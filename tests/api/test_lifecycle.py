@@ -266,9 +266,7 @@ def test_a_second_stop_cuts_off_at_once_also_where_nothing_was_sent(start: Start
     assert server.engine.aborted == [server.engine.added[0].request_id]
 
 
-def test_a_client_that_does_not_read_does_not_hold_the_server_up(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_that_does_not_read_does_not_hold_the_server_up(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pageframe.api.server.CUT_SECONDS", 1)
     server = start(drain_timeout=0.05)
     # A few megabytes of logprobs fill the connection's buffers.

@@ -107,11 +107,11 @@ def test_colour_changes_no_character(tmp_path: Path) -> None:
 
 def test_only_lengths_that_the_model_allows_are_counted(tmp_path: Path) -> None:
     model = write_model(tmp_path, TINY | {"max_position_embeddings": 1000})
-    fits = make_plan(EngineConfig(model=model, num_blocks=100, block_size=16)).fits
+    fits = make_plan(EngineConfig(model=model, num_blocks=125, block_size=16)).fits
     assert [(fit.tokens, fit.blocks, fit.paged, fit.reserved) for fit in fits] == [
-        (128, 8, 12, 1),
-        (512, 32, 3, 1),
-        (1000, 63, 1, 1),
+        (128, 8, 15, 2),
+        (512, 32, 3, 2),
+        (1000, 63, 1, 2),
     ]
 
 

@@ -32,6 +32,10 @@ Uint64s = npt.NDArray[np.uint64]
 
 _MASK = 2**64 - 1
 _TOKEN, _POSITION, _LAYER = 0x1E3779B97F4A7C15, 0x42B2AE3D27D4EB4F, 0x165667B19E3779F9
+# Arrays of no dimension: numpy takes several times as long over scalars, and these tests make millions of calls.
+_SHIFTS = tuple(np.array(count, dtype=np.uint64) for count in (30, 27, 31))
+_FACTORS = tuple(np.array(factor, dtype=np.uint64) for factor in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_TOKEN_FACTOR, _POSITION_FACTOR = np.array(_TOKEN), np.array(_POSITION)
 
 
 class InjectedFailure(RuntimeError):
@@ -47,9 +51,9 @@ def mix(value: int) -> int:
 
 def mix_array(values: Uint64s) -> Uint64s:
     """`mix` of each element."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+    values = (values ^ (values >> _SHIFTS[0])) * _FACTORS[0]
+    values = (values ^ (values >> _SHIFTS[1])) * _FACTORS[1]
+    return values ^ (values >> _SHIFTS[2])
 
 
 def weight(position: int, layer: int) -> int:
@@ -84,20 +88,23 @@ class ChainHashModel:
     ) -> None:
         self.block_size = block_size
         self.pool: Uint64s = np.full((num_layers, num_blocks * block_size), POISON, dtype=np.uint64)
+        self._blocks = self.pool.reshape(num_layers, num_blocks, block_size)
         self.num_forwards = 0
         self.fail_next = ""
         self._tables = np.full((max_num_requests, max_blocks), -1, dtype=np.int64)
         self._roots = [mix(salt + layer) for layer in range(num_layers)]
         self._roots_column = np.array(self._roots, dtype=np.uint64)[:, None]
         self._layers = np.arange(num_layers, dtype=np.uint64)[:, None] * np.uint64(_LAYER)
+        positions = range(max_blocks * block_size)
         self._weights = np.array(
-            [[weight(position, layer) for position in range(max_blocks * block_size)] for layer in range(num_layers)],
-            dtype=np.uint64,
+            [[weight(position, layer) for position in positions] for layer in range(num_layers)], dtype=np.uint64
         )
+        self._index = np.array(positions) // block_size
+        self._offset = np.array(positions) % block_size
 
     def poison(self, block_ids: Sequence[int]) -> None:
         """Overwrite whole blocks in every layer: nothing may read them before they are written again."""
-        self.pool.reshape(len(self.pool), -1, self.block_size)[:, block_ids] = POISON
+        self._blocks[:, block_ids] = POISON
 
     # ---- Runner ---------------------------------------------------------------------------------------------------
 
@@ -116,31 +123,31 @@ class ChainHashModel:
             raise InjectedFailure("after the cache was written")
         return self._read(batch)
 
-    def _slots(self, rows: npt.NDArray[np.int32], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        slots: npt.NDArray[np.int64] = (
-            self._tables[rows, positions // self.block_size] * self.block_size + positions % self.block_size
-        )
-        return slots
-
     def _write(self, batch: Batch) -> None:
-        first_tokens = batch.query_start[:-1]
-        starts = batch.positions[first_tokens]
-        cached = self.pool[:, self._slots(batch.rows, np.maximum(starts - 1, 0))]
-        previous = np.where(starts > 0, cached, self._roots_column)
-        places = batch.token_ids * np.int64(_TOKEN) + batch.positions * np.int64(_POSITION)
-        terms = mix_array(places.view(np.uint64) + self._layers)
-        sums = terms.cumsum(axis=1, dtype=np.uint64)
-        offset = previous - sums[:, first_tokens] + terms[:, first_tokens]
-        self.pool[:, batch.slots] = sums + offset.repeat(batch.query_start[1:] - first_tokens, axis=1)
+        first_tokens, positions = batch.query_start[:-1], batch.positions
+        before = positions[first_tokens] - 1
+        slots = self._tables[batch.rows, self._index[before]] * self.block_size + self._offset[before]
+        previous = np.where(before >= 0, self.pool[:, slots], self._roots_column)
+        places = batch.token_ids * _TOKEN_FACTOR + positions * _POSITION_FACTOR
+        values = mix_array(places.view(np.uint64) + self._layers)
+        if batch.num_decode == len(batch.rows):
+            values += previous
+        else:
+            sums = values.cumsum(axis=1, dtype=np.uint64)
+            before_first = (sums - values)[:, first_tokens]
+            counts = batch.query_start[1:] - first_tokens
+            values = sums + (previous - before_first).repeat(counts, axis=1)
+        self.pool[:, batch.slots] = values
 
     def _read(self, batch: Batch) -> Uint64s:
         requests = batch.query_start.searchsorted(batch.wanted, side="right") - 1
         lens = batch.context_lens[requests]
-        positions = np.arange(lens.max(initial=0))
-        live = positions < lens[:, None]
-        slots = self._slots(batch.rows[requests][:, None], positions)
-        terms = self.pool[:, slots] * self._weights[:, None, : len(positions)]
-        sums: Uint64s = (terms * live).sum(axis=(0, 2), dtype=np.uint64)
+        end = lens.max(initial=0)
+        table = self._tables[batch.rows[requests]]
+        slots = table[:, self._index[:end]] * self.block_size + self._offset[:end]
+        live = np.arange(end) < lens[:, None]
+        terms = self.pool[:, slots] * self._weights[:, None, :end] * live
+        sums: Uint64s = terms.sum(axis=(0, 2), dtype=np.uint64)
         return sums
 
     # ---- TokenSampler ---------------------------------------------------------------------------------------------

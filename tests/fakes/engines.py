@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fakes.chain_hash import EOS, VOCAB_SIZE
-
 from pageframe.runtime.config import ModelConfig, ResolvedConfig
 
 

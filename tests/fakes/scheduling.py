@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from pageframe.runtime.journal import Event, Journal
-from pageframe.runtime.request import Request, RequestOutput, SamplingParams
+from pageframe.runtime.request import Request, RequestOutput, RequestStatus, SamplingParams
 from pageframe.runtime.scheduler import Scheduler
 from pageframe.runtime.step_plan import StepPlan, StepResult
 
@@ -84,6 +84,15 @@ def run_step(scheduler: Scheduler) -> tuple[StepPlan, list[RequestOutput]]:
     outputs = scheduler.update(plan, StepResult(tokens, {}), now=float(scheduler.step))
     scheduler.check_invariants()
     return plan, outputs
+
+
+def run_until_done(scheduler: Scheduler, request: Request, limit: int) -> int:
+    """Step until `request` has finished, within `limit` steps; how many it took."""
+    for num_steps in range(1, limit + 1):
+        run_step(scheduler)
+        if request.status is RequestStatus.FINISHED:
+            return num_steps
+    raise AssertionError(f"{request.request_id} did not finish within {limit} steps")
 
 
 def shares(plan: StepPlan) -> dict[str, int]:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from fakes.chain_hash import ChainHashModel, Solo, expected_logprobs
 from fakes.engines import VirtualClock, tiny_config
 from fakes.journal_replay import JournalReplay
-
 from pageframe.runtime.config import ResolvedConfig
 from pageframe.runtime.engine import Engine
 from pageframe.runtime.errors import InvalidRequestError

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import zlib
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -20,9 +21,19 @@ if not HAS_GPU and os.environ.get("TRITON_INTERPRET") != "1":
         raise pytest.UsageError("Triton was imported before the kernel tests could switch its interpreter on")
     os.environ["TRITON_INTERPRET"] = "1"
 
+import pageframe.kernels.triton.backend  # noqa: E402, F401  (now: a test may switch the interpreter off for itself)
 from pageframe.kernels.attention import Backend, select_backend  # noqa: E402
 
 from .cases import SEED  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """On tensors as small as these a second thread is only waited for, long when other programs are busy."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture

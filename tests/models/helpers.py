@@ -11,12 +11,13 @@ import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType
+from torch import Tensor
+
 from pageframe.kernels.attention import kv_cache_shape, select_backend
 from pageframe.runtime.models.config import load_model_config
 from pageframe.runtime.models.decoder import Decoder
 from pageframe.runtime.models.loader import load_decoder
 from pageframe.runtime.models.source import ModelSource, resolve_source
-from torch import Tensor
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 16

@@ -58,7 +58,9 @@ def test_sharded_folder_equals_single_file(tmp_path: Path) -> None:
     model = hf_model("Llama")
     model.save_pretrained(tmp_path / "sharded", max_shard_size="40KB")
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
-    torch.testing.assert_close(logits_of(load(tmp_path / "sharded"), PROMPT), hf_logits(model, PROMPT), rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        logits_of(load(tmp_path / "sharded"), PROMPT), hf_logits(model, PROMPT), rtol=0, atol=1e-4
+    )
 
 
 def test_old_config_keys_mean_the_same(tmp_path: Path) -> None:

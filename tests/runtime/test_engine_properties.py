@@ -159,7 +159,7 @@ def test_each_request_gets_its_solo_run_in_a_long_simulation() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("num_blocks", [5, 8, 32])
 def test_each_request_gets_its_solo_run_for_much_longer(num_blocks: int, seed: int) -> None:
     simulation = Simulation(tiny_config(num_blocks=num_blocks, block_size=BLOCK_SIZE, max_num_requests=5))

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pageframe.runtime.philox import NOISE_SPAN, choice_seed, gumbel, gumbel_bound, philox4x32, token_words
@@ -50,6 +50,7 @@ ROWS = st.tuples(
 )
 
 
+@settings(max_examples=60, deadline=None)
 @given(rows=st.lists(ROWS, min_size=1, max_size=4))
 def test_words_follow_the_documented_layout(rows: list[tuple[int, int, set[int]]]) -> None:
     expected = [
