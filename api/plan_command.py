@@ -18,8 +18,8 @@ from rich.text import Text
 
 from pageframe.runtime import memory_plan
 from pageframe.runtime.config import EngineConfig, ModelConfig
-from pageframe.runtime.errors import ConfigError, StartupError
-from pageframe.runtime.memory_plan import format_bytes
+from pageframe.runtime.errors import StartupError
+from pageframe.runtime.memory_plan import PoolSize, format_bytes
 from pageframe.runtime.models.config import load_model_config
 from pageframe.runtime.models.source import resolve_source
 
@@ -140,15 +140,13 @@ def make_plan(config: EngineConfig, *, free_bytes: int | None = None) -> Plan:
     """
     source = resolve_source(config.model)
     model = load_model_config(source)
-    if config.max_model_len is not None and config.max_model_len > model.max_position:
-        raise ConfigError(
-            f"max_model_len is {config.max_model_len}; this model's positions end at {model.max_position}"
-        )
     free_bytes = memory_plan.free_memory() if free_bytes is None else free_bytes
     weight_bytes = num_parameters(model) * memory_plan.DTYPE_BYTES[config.dtype]
     bytes_per_token = memory_plan.kv_bytes_per_token(model, config.dtype)
     left_bytes = max(0, free_bytes - weight_bytes)
-    num_blocks, max_model_len, rule = _size_pool(config, model, bytes_per_token, left_bytes)
+    asked = (config.num_blocks or 0) * bytes_per_token * config.block_size or config.kv_memory or 0
+    pool = memory_plan.size_pool(config, model, available=max(left_bytes, asked), cap=memory_plan.CPU_POOL_CAP)
+    max_model_len = pool.max_model_len
     lengths = sorted({length for length in REQUEST_LENGTHS if length < max_model_len} | {max_model_len})
     return Plan(
         model_name=source.name,
@@ -159,43 +157,23 @@ def make_plan(config: EngineConfig, *, free_bytes: int | None = None) -> Plan:
         bytes_per_block=bytes_per_token * config.block_size,
         free_bytes=free_bytes,
         weight_bytes=weight_bytes,
-        num_blocks=num_blocks,
-        pool_rule=rule,
+        num_blocks=pool.num_blocks,
+        pool_rule=_pool_rule(config, pool, asked, left_bytes),
         max_model_len=max_model_len,
         max_num_requests=config.max_num_requests,
-        fits=tuple(_fit(length, num_blocks, config.block_size, max_model_len) for length in lengths),
+        fits=tuple(_fit(length, pool.num_blocks, config.block_size, max_model_len) for length in lengths),
     )
 
 
-def _size_pool(config: EngineConfig, model: ModelConfig, bytes_per_token: int, available: int) -> tuple[int, int, str]:
-    """Blocks in the pool, the longest context, and the rule they follow from; as the engine chooses them on a CPU."""
-    wanted_len = config.max_model_len or model.max_position
-    bytes_per_block = bytes_per_token * config.block_size
-    asked = (config.num_blocks or 0) * bytes_per_block or config.kv_memory or 0
-    enough = config.max_num_requests * -(-wanted_len // config.block_size)
-    num_blocks = memory_plan.plan_num_blocks(
-        bytes_per_block=bytes_per_block,
-        num_blocks=config.num_blocks,
-        kv_memory=config.kv_memory,
-        available=max(available, asked),
-        cap=memory_plan.CPU_POOL_CAP,
-        enough=enough,
-    )
-    capacity = num_blocks * config.block_size
-    if capacity < max(2, config.max_model_len or 0):
-        raise ConfigError(
-            f"max_model_len is {max(2, config.max_model_len or 0)}; the pool of {num_blocks} blocks of "
-            f"{config.block_size} holds {capacity} tokens"
-        )
+def _pool_rule(config: EngineConfig, pool: PoolSize, asked: int, available: int) -> str:
+    """What the pool's size follows from, in words."""
     if asked:
-        rule = "as asked for"
-    elif num_blocks == enough:
-        rule = f"all that {config.max_num_requests:,} requests can use"
-    elif available * memory_plan.POOL_SHARE >= memory_plan.CPU_POOL_CAP:
-        rule = "the cap on a CPU"
-    else:
-        rule = f"{memory_plan.POOL_SHARE:.0%} of what the weights leave"
-    return num_blocks, min(wanted_len, capacity), rule
+        return "as asked for"
+    if pool.num_blocks == pool.enough:
+        return f"all that {config.max_num_requests:,} requests can use"
+    if available * memory_plan.POOL_SHARE >= memory_plan.CPU_POOL_CAP:
+        return "the cap on a CPU"
+    return f"{memory_plan.POOL_SHARE:.0%} of what the weights leave"
 
 
 def _fit(tokens: int, num_blocks: int, block_size: int, max_model_len: int) -> Fit:

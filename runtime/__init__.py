@@ -5,11 +5,17 @@ Names are handed on when they are first used: importing a light module of this p
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pageframe.runtime.llm import LLM, ChoiceResult, GenerationResult
     from pageframe.runtime.request import SamplingParams
+
+# How long an OpenMP thread spins for its partners before it sleeps; read once, when torch loads OpenMP, hence here.
+# Its default spins for milliseconds: with another busy process on the cores, each of a step's hundreds of parallel
+# operations then waits for a thread that has lost its core to a spinning one (benchmarks/LOG.md has the figures).
+os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 __all__ = ["LLM", "ChoiceResult", "GenerationResult", "SamplingParams"]
 

@@ -55,7 +55,6 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     torch.set_num_threads(threads)
     arithmetic = _arithmetic(config)
     backend = _backend(config, model, arithmetic)
-    _check_model_len(config, model)
     decoder = load_decoder(
         source,
         model,
@@ -64,7 +63,12 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         device=arithmetic.device,
         progress=progress,
     )
-    num_blocks, max_model_len = _size_pool(config, model, arithmetic.device)
+    pool = memory_plan.size_pool(
+        config,
+        model,
+        available=_available_memory(arithmetic.device),
+        cap=memory_plan.CPU_POOL_CAP if arithmetic.device.type == "cpu" else None,
+    )
     per_token = memory_plan.kv_bytes_per_token(model, config.dtype)
     resolved = ResolvedConfig(
         model_name=source.name,
@@ -74,13 +78,13 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         device=str(arithmetic.device),
         backend=backend.name,
         block_size=config.block_size,
-        num_blocks=num_blocks,
-        max_model_len=max_model_len,
+        num_blocks=pool.num_blocks,
+        max_model_len=pool.max_model_len,
         max_num_requests=config.max_num_requests,
         max_num_batched_tokens=config.max_num_batched_tokens,
         threads=threads,
         kv_bytes_per_token=per_token,
-        pool_bytes=per_token * config.block_size * num_blocks,
+        pool_bytes=per_token * config.block_size * pool.num_blocks,
         notes=arithmetic.notes,
     )
     runner = _runner(decoder, backend, resolved, arithmetic)
@@ -135,36 +139,6 @@ def _backend(config: EngineConfig, model: ModelConfig, arithmetic: Arithmetic) -
     return backend
 
 
-def _check_model_len(config: EngineConfig, model: ModelConfig) -> None:
-    if config.max_model_len is not None and config.max_model_len > model.max_position:
-        raise ConfigError(
-            f"max_model_len is {config.max_model_len}; this model's positions end at {model.max_position}"
-        )
-
-
-def _size_pool(config: EngineConfig, model: ModelConfig, device: torch.device) -> tuple[int, int]:
-    """Blocks in the pool, and the longest context, which never exceeds the pool."""
-    block_size = config.block_size
-    wanted_len = config.max_model_len or model.max_position
-    blocks_for_longest = -(-wanted_len // block_size)
-    available = memory_plan.free_memory() if device.type == "cpu" else int(torch.cuda.mem_get_info(device)[0])
-    num_blocks = memory_plan.plan_num_blocks(
-        bytes_per_block=memory_plan.kv_bytes_per_token(model, config.dtype) * block_size,
-        num_blocks=config.num_blocks,
-        kv_memory=config.kv_memory,
-        available=available,
-        cap=memory_plan.CPU_POOL_CAP if device.type == "cpu" else None,
-        enough=config.max_num_requests * blocks_for_longest,
-    )
-    capacity = num_blocks * block_size
-    if config.max_model_len is not None and config.max_model_len > capacity:
-        raise ConfigError(
-            f"max_model_len is {config.max_model_len}; the pool of {num_blocks} blocks of {block_size} holds "
-            f"{capacity} tokens"
-        )
-    max_model_len = min(wanted_len, capacity)
-    if max_model_len < 2:
-        raise ConfigError(
-            f"the pool of {num_blocks} blocks of {block_size} holds {capacity} token; at least 2 are needed"
-        )
-    return num_blocks, max_model_len
+def _available_memory(device: torch.device) -> int:
+    """Bytes the pool may come from, weights already loaded."""
+    return memory_plan.free_memory() if device.type == "cpu" else int(torch.cuda.mem_get_info(device)[0])

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
-from pageframe.runtime.config import ModelConfig
+from pageframe.runtime.config import EngineConfig, ModelConfig
 from pageframe.runtime.errors import ConfigError, MemoryPlanError
 
 DTYPE_BYTES = {"bf16": 2, "float32": 4}
@@ -22,6 +23,9 @@ GIB = 1024**3
 CPU_POOL_CAP = 4 * GIB
 #: The share of free memory that the pool may take, so that weights in flight and activations have room.
 POOL_SHARE = 0.5
+
+#: A context holds at least one token of the prompt and one of the answer.
+MIN_MODEL_LEN = 2
 
 _UNITS = {"": 1, "b": 1, "kib": 1024, "mib": 1024**2, "gib": GIB, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
@@ -121,3 +125,48 @@ def plan_num_blocks(
             f"cache, and one block takes {format_bytes(bytes_per_block)}"
         )
     return min(budget // bytes_per_block, enough)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSize:
+    """The KV pool, and the longest context, which never exceeds it.
+
+    Args:
+        enough: blocks past which no set of requests could use more.
+    """
+
+    num_blocks: int
+    max_model_len: int
+    enough: int
+
+
+def size_pool(config: EngineConfig, model: ModelConfig, *, available: int, cap: int | None) -> PoolSize:
+    """The pool that these settings get.
+
+    Args:
+        available, cap: as in `plan_num_blocks`.
+
+    Raises:
+        ConfigError: max_model_len is beyond the model's positions or the pool.
+        MemoryPlanError: see `plan_num_blocks`.
+    """
+    wanted_len = config.max_model_len or model.max_position
+    if wanted_len > model.max_position:
+        raise ConfigError(f"max_model_len is {wanted_len}; this model's positions end at {model.max_position}")
+    enough = config.max_num_requests * -(-wanted_len // config.block_size)
+    num_blocks = plan_num_blocks(
+        bytes_per_block=kv_bytes_per_token(model, config.dtype) * config.block_size,
+        num_blocks=config.num_blocks,
+        kv_memory=config.kv_memory,
+        available=available,
+        cap=cap,
+        enough=enough,
+    )
+    capacity = num_blocks * config.block_size
+    needed = max(MIN_MODEL_LEN, config.max_model_len or 0)
+    if capacity < needed:
+        raise ConfigError(
+            f"the pool of {num_blocks} blocks of {config.block_size} holds {capacity} tokens; max_model_len must not "
+            f"exceed it and is {needed}"
+        )
+    return PoolSize(num_blocks, min(wanted_len, capacity), enough)

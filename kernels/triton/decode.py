@@ -24,6 +24,7 @@ TILE_BYTES = 8192
 #: The least rows of a matrix product on the tensor cores.
 MIN_DOT_ROWS = 16
 LOG2_E = tl.constexpr(1.4426950408889634)
+TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 @triton.jit
@@ -146,9 +147,6 @@ def merge_splits_kernel(
     result = attended / tl.where(total > 0.0, total, 1.0)
     out_at = request * out_token_stride + head * out_head_stride + dim
     tl.store(out_ptr + out_at, result.to(out_ptr.dtype.element_ty))
-
-
-TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 def kernel_constants(

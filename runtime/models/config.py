@@ -202,8 +202,8 @@ def _hf_rope(keys: _Keys) -> tuple[float, RopeScaling | None]:
     parameters = keys.get(name)
     if parameters is None:
         return keys.number("rope_theta", 10_000.0), None
-    if not isinstance(parameters, dict):
-        keys.fail(name, parameters, "it must be an object")
+    if not isinstance(parameters, dict) or any(isinstance(value, dict) for value in parameters.values()):
+        keys.fail(name, parameters, "it must be one object of numbers, for all layers alike")
     inner = _Keys(parameters, keys.where)
     theta = inner.number("rope_theta", keys.number("rope_theta", 10_000.0))
     inner.only("partial_rotary_factor", 1, 1.0)

@@ -2,90 +2,33 @@
 
 from __future__ import annotations
 
-import argparse
 import io
-import json
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from http.server import BaseHTTPRequestHandler
-from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
 
-from pageframe.api.terminal_chat import Answer, Conversation, Terminal, add_arguments, run
-from pageframe.api.terminal_http import ServerError
-from pageframe.api.terminal_server import own_server
+from pageframe.api.terminal_chat import Answer, Conversation, Terminal
 
-from .scripted_server import WAIT_SECONDS, Json, ScriptedServer, Streamer, send
-
-MODELS: dict[str, list[Any]] = {
-    "/health": [{"status": "ok"}],
-    "/v1/models": [{"object": "list", "data": [{"id": "tiny"}]}],
-}
-NOWHERE = "http://127.0.0.1:1"
-
-
-def open_stream(handler: BaseHTTPRequestHandler) -> None:
-    handler.send_response(200)
-    handler.send_header("content-type", "text/event-stream")
-    handler.end_headers()
-
-
-def send_event(handler: BaseHTTPRequestHandler, value: Any) -> None:
-    handler.wfile.write(b"data: " + json.dumps(value).encode() + b"\n\n")
-
-
-def piece(text: str | None, finish_reason: str | None = None) -> Json:
-    delta = {"role": "assistant", "content": ""} if text is None else {"content": text}
-    return {"choices": [{"index": 0, "delta": delta, "finish_reason": finish_reason}], "usage": None}
-
-
-def answer(*texts: str, finish_reason: str = "stop", tokens: int = 5) -> Streamer:
-    """A whole stream as the server sends it."""
-    usage = {"prompt_tokens": 12, "completion_tokens": tokens, "total_tokens": 12 + tokens}
-
-    def stream(handler: BaseHTTPRequestHandler) -> None:
-        open_stream(handler)
-        for event in [piece(None), *map(piece, texts), piece("", finish_reason), {"choices": [], "usage": usage}]:
-            send_event(handler, event)
-        handler.wfile.write(b"data: [DONE]\n\n")
-
-    return stream
-
-
-def refuse(status: int, message: str, code: str | None = None) -> Streamer:
-    body = json.dumps({"error": {"message": message, "type": "x", "param": None, "code": code}}).encode()
-    return lambda handler: send(handler, status, body)
-
-
-def break_off(*events: Any) -> Streamer:
-    def stream(handler: BaseHTTPRequestHandler) -> None:
-        open_stream(handler)
-        for event in events:
-            send_event(handler, event)
-
-    return stream
-
-
-def chat(*argv: str, **parameters: Any) -> int:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return run(parser.parse_args(argv), **parameters)
-
-
-def type_lines(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("".join(line + "\n" for line in lines)))
-
-
-def contents(body: Json) -> list[tuple[str, str]]:
-    return [(message["role"], message["content"]) for message in body["messages"]]
-
+from .chat_scripts import (
+    MODELS,
+    NOWHERE,
+    answer,
+    break_off,
+    chat,
+    contents,
+    open_stream,
+    piece,
+    refuse,
+    send_event,
+    type_lines,
+)
+from .scripted_server import WAIT_SECONDS, ScriptedServer, Streamer, send
 
 # ---- one answer -----------------------------------------------------------------------------------------------------
 
@@ -291,155 +234,6 @@ def test_one_token_has_no_speed() -> None:
     one.take(piece("a"), 0.25)
     one.take({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 1}}, 0.5)
     assert one.summary() == "1 tokens, prompt 3 tokens, first text after 0.25 s"
-
-
-# ---- a server of its own --------------------------------------------------------------------------------------------
-
-#: A server in so few lines, without http.server, since it starts in a few milliseconds.
-STUB = """\
-import json, os, signal, socket, sys
-pid_file, mode = sys.argv[1:3]
-open(pid_file, "w").write(json.dumps([os.getpid(), sys.argv[3:]]))
-if mode == "fails":
-    sys.exit("some noise\\npageframe: model 'x' is not there\\n")
-def end(number, frame):
-    open(pid_file + ".terminated", "w").close()
-    os._exit(0)
-signal.signal(signal.SIGTERM, signal.SIG_IGN if mode == "stubborn" else end)
-chunk = {"choices": [{"delta": {"content": "from the stub"}, "finish_reason": None}]}
-answers = {
-    "/health": json.dumps({"status": "ok"}),
-    "/v1/models": json.dumps({"data": [{"id": "stub"}]}),
-    "/v1/chat/completions": "data: " + json.dumps(chunk) + "\\n\\ndata: [DONE]\\n\\n",
-}
-listener = socket.create_server(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])))
-while True:
-    connection, _ = listener.accept()
-    request = b""
-    while not request.endswith(b"}" if request.startswith(b"POST") else b"\\r\\n\\r\\n"):
-        request += connection.recv(65536)
-    if mode == "dies" and request.startswith(b"POST"):
-        os._exit(9)
-    connection.sendall(b"HTTP/1.0 200 OK\\r\\n\\r\\n" + answers[request.split()[1].decode()].encode())
-    connection.close()
-"""
-
-
-class Stub:
-    """A command that stands in for `pageframe serve`, and what became of it."""
-
-    def __init__(self, folder: Path, mode: str) -> None:
-        self._pid_file = folder / "pid"
-        (folder / "stub.py").write_text(STUB)
-        self.command = [sys.executable, "-I", "-S", str(folder / "stub.py"), str(self._pid_file), mode]
-
-    @property
-    def pid(self) -> int:
-        pid: int = json.loads(self._pid_file.read_text())[0]
-        return pid
-
-    @property
-    def arguments(self) -> list[str]:
-        arguments: list[str] = json.loads(self._pid_file.read_text())[1]
-        return arguments
-
-    def was_terminated(self) -> bool:
-        """Whether it ended by SIGTERM, in its own way."""
-        return Path(f"{self._pid_file}.terminated").exists()
-
-    def has_ended(self) -> bool:
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return True
-        return False
-
-
-@pytest.fixture
-def logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where temporary logs go."""
-    folder = tmp_path / "logs"
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    return folder
-
-
-def test_without_a_server_one_is_started_and_ended(
-    tmp_path: Path, logs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    stub = Stub(tmp_path, "serves")
-    assert chat("hi", default_url=NOWHERE, serve_command=stub.command) == 0
-    captured = capsys.readouterr()
-    assert (captured.out, captured.err) == ("from the stub\n", "")
-    assert stub.arguments[0] == "--port"
-    assert stub.arguments[2:] == ["--drain-timeout", "0", "--log-level", "warning"]
-    assert stub.has_ended()
-    assert stub.was_terminated()
-    assert list(logs.iterdir()) == []
-
-
-def test_a_server_that_runs_is_used_unless_a_model_is_named(
-    tmp_path: Path, logs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    stub = Stub(tmp_path, "serves")
-    with ScriptedServer(MODELS, [answer("from the server")]) as server:
-        assert chat("hi", default_url=server.url, serve_command=["/no/such/command"]) == 0
-        assert chat("--serve-model", "a.gguf", "hi", default_url=server.url, serve_command=stub.command) == 0
-    assert capsys.readouterr().out == "from the server\nfrom the stub\n"
-    assert stub.arguments[-2:] == ["--model", "a.gguf"]
-    assert stub.has_ended()
-
-
-def test_a_server_that_cannot_start_says_why(tmp_path: Path, logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    stub = Stub(tmp_path, "fails")
-    assert chat("hi", default_url=NOWHERE, serve_command=stub.command) == 1
-    (log,) = logs.iterdir()
-    expected = f"pageframe: the server has ended (1): model 'x' is not there (its log: {log})\n"
-    assert capsys.readouterr().err == expected
-    assert "some noise" in log.read_text()
-
-
-def test_a_server_that_dies_ends_the_conversation(
-    tmp_path: Path, logs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    stub = Stub(tmp_path, "dies")
-    type_lines(monkeypatch, "one", "two")
-    assert chat(default_url=NOWHERE, serve_command=stub.command) == 1
-    assert capsys.readouterr().err.startswith("pageframe: the server has ended (9): it printed nothing")
-    assert chat("one", default_url=NOWHERE, serve_command=stub.command) == 1
-    assert capsys.readouterr().err.startswith("pageframe: the server has ended (9): it printed nothing")
-
-
-@pytest.mark.parametrize("failure", [KeyboardInterrupt(), ServerError("oops"), SystemExit(3)])
-def test_the_server_is_ended_whatever_happens(tmp_path: Path, logs: Path, failure: BaseException) -> None:
-    stub = Stub(tmp_path, "serves")
-
-    def fail_while_it_serves() -> None:
-        with own_server(Console(file=io.StringIO()), None, stub.command):
-            assert not stub.has_ended()
-            raise failure
-
-    with pytest.raises(type(failure)):
-        fail_while_it_serves()
-    assert stub.has_ended()
-    assert list(logs.iterdir()) == []
-
-
-def test_sigterm_ends_the_server_too(tmp_path: Path, logs: Path) -> None:
-    stub = Stub(tmp_path, "serves")
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit) as caught, own_server(Console(file=io.StringIO()), None, stub.command):
-        signal.raise_signal(signal.SIGTERM)
-    assert caught.value.code == 128 + signal.SIGTERM
-    assert stub.has_ended()
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_a_server_that_ignores_sigterm_is_killed(tmp_path: Path, logs: Path) -> None:
-    stub = Stub(tmp_path, "stubborn")
-    with own_server(Console(file=io.StringIO()), None, stub.command, grace=0.05):
-        pass
-    assert stub.has_ended()
 
 
 def test_the_terminal_commands_import_neither_torch_nor_benchmarks() -> None:

@@ -158,9 +158,15 @@ class ChainHashModel:
         tokens = np.zeros(len(batch), dtype=np.int32)
         logprobs = {}
         for index, context in enumerate(hidden.tolist()):
-            filters = [float(values[index]) for values in (batch.temperature, batch.top_p, batch.min_p)]
-            numbers = [int(values[index]) for values in (batch.top_k, batch.seed, batch.output_index)]
-            drawn = draw(context, *filters, *numbers)
+            drawn = draw(
+                context,
+                temperature=float(batch.temperature[index]),
+                top_p=float(batch.top_p[index]),
+                min_p=float(batch.min_p[index]),
+                top_k=int(batch.top_k[index]),
+                seed=int(batch.seed[index]),
+                output_index=int(batch.output_index[index]),
+            )
             tokens[index] = choose(drawn, banned.get(index, ()))
             if batch.num_logprobs[index] >= 0:
                 logprobs[index] = expected_logprobs(int(tokens[index]), int(batch.num_logprobs[index]))
@@ -187,7 +193,13 @@ class ChainHashModel:
             if position + 1 < len(tokens):
                 continue
             drawn = draw(
-                context, params.temperature, params.top_p, params.min_p, max(0, params.top_k), seed, len(output)
+                context,
+                temperature=params.temperature,
+                top_p=params.top_p,
+                min_p=params.min_p,
+                top_k=max(0, params.top_k),
+                seed=seed,
+                output_index=len(output),
             )
             token = choose(drawn, stop_ids if len(output) < params.min_tokens else ())
             tokens.append(token)

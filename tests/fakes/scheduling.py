@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -12,6 +13,8 @@ from pageframe.runtime.scheduler import Scheduler
 from pageframe.runtime.step_plan import StepPlan, StepResult
 
 TOKEN = 7
+
+EventT = TypeVar("EventT", bound=Event)
 
 
 def make_scheduler(
@@ -102,5 +105,6 @@ def shares(plan: StepPlan) -> dict[str, int]:
     }
 
 
-def events(scheduler: Scheduler, kind: str) -> list[Event]:
-    return [event for event in scheduler.journal if event.kind == kind]
+def events(scheduler: Scheduler, kind: type[EventT]) -> list[EventT]:
+    """The journal's events of one kind."""
+    return [event for event in scheduler.journal if isinstance(event, kind)]

@@ -113,6 +113,7 @@ def test_family_defaults(tmp_path: Path) -> None:
         ({"rope_scaling": {"type": "linear", "factor": -1.0}}, "factor is -1.0"),
         ({"rope_scaling": LLAMA_3 | {"low_freq_factor": 4.0}}, "low_freq_factor is 4.0; it must be below"),
         ({"rope_scaling": []}, "rope_scaling is \\[\\]"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "for all layers alike"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config is .*not supported"),
         ({"sliding_window": 128}, "sliding_window is 128"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import struct
 import warnings
 from pathlib import Path
 
@@ -143,6 +144,15 @@ def test_metadata_of_every_type(tmp_path: Path) -> None:
 
 
 # --- damaged and unsupported files ---
+
+
+@pytest.mark.parametrize("length", [5, 2**63, 2**64 - 1])
+def test_last_string_past_the_end(length: int, tmp_path: Path) -> None:
+    path = tmp_path / "cut.gguf"
+    key = struct.pack("<Q1sIQ4s", 1, b"a", 8, length, b"abcd")
+    path.write_bytes(struct.pack("<4sIQQ", b"GGUF", 3, 0, 1) + key)
+    with pytest.raises(ModelError, match="runs past the end of the file"):
+        GgufFile(path)
 
 
 @pytest.fixture(scope="module")

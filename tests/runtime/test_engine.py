@@ -18,9 +18,9 @@ from pageframe.runtime.engine import Engine
 from pageframe.runtime.request import RequestOutput, RequestStatus, SamplingParams
 
 
-def params(max_tokens: int, **changes: object) -> SamplingParams:
+def params(max_tokens: int) -> SamplingParams:
     """Greedy, and no token ends it before `max_tokens`."""
-    return SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, **changes})
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
 
 
 def add(simulation: Simulation, num_tokens: int, max_tokens: int, *, priority: int = 0, first: int = 1) -> str:
@@ -176,8 +176,7 @@ def test_a_request_can_end_in_any_state_and_leaves_nothing(start: Callable[[Simu
     """Faults 2 and 11: its neighbours go on as if it had never been there."""
     simulation = Simulation()
     request_id = start(simulation)
-    expected = {start_queued: "waiting", start_preempted: "waiting"}.get(start, "running")
-    assert status(simulation, request_id) == expected
+    assert status(simulation, request_id) == ("waiting" if start in (start_queued, start_preempted) else "running")
     if how == "abort":
         simulation.abort(request_id)
         simulation.abort(request_id)

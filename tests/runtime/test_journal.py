@@ -12,7 +12,7 @@ from fakes.scheduling import add_request, events, make_scheduler, run_step
 from fakes.simulation import Simulation
 
 from pageframe.runtime import journal
-from pageframe.runtime.journal import Event, FinishEvent, FreeEvent, Journal, PreemptEvent
+from pageframe.runtime.journal import Event, FinishEvent, FreeEvent, Journal, PreemptEvent, WaitEvent
 from pageframe.runtime.request import SamplingParams
 
 
@@ -80,7 +80,7 @@ def test_a_wait_is_told_once_until_its_numbers_change() -> None:
     add_request(scheduler, "waiting", 12, max_tokens=2)
     for _ in range(5):
         run_step(scheduler)
-    waits = [(event.step, event.request_id, event.needed, event.free) for event in events(scheduler, "wait")]
+    waits = [(event.step, event.request_id, event.needed, event.free) for event in events(scheduler, WaitEvent)]
     assert waits == [(2, "waiting", 4, 2), (5, "waiting", 4, 1)]
 
 
@@ -88,10 +88,9 @@ def test_a_preemption_names_both_requests_and_what_was_lost() -> None:
     scheduler = make_scheduler(num_blocks=4, max_num_requests=2, max_num_batched_tokens=16)
     add_request(scheduler, "first", 7, max_tokens=8)
     add_request(scheduler, "last", 6, max_tokens=4)
-    while not events(scheduler, "preempt"):
+    while not events(scheduler, PreemptEvent):
         run_step(scheduler)
-    (event,) = events(scheduler, "preempt")
-    assert isinstance(event, PreemptEvent)
+    (event,) = events(scheduler, PreemptEvent)
     assert (event.request_id, event.for_request, event.num_computed_tokens) == ("last", "first", 7)
     following = list(scheduler.journal)[list(scheduler.journal).index(event) + 1]
     assert isinstance(following, FreeEvent)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from fakes.scheduling import TOKEN, add_request, events, make_scheduler, run_step, run_until_done, shares
 
+from pageframe.runtime.journal import AllocateEvent, PreemptEvent
 from pageframe.runtime.request import RequestStatus
 
 
@@ -20,7 +21,7 @@ def test_the_victim_is_the_last_in_the_order_and_keeps_its_tokens() -> None:
         assert plan.preempted == ()
     plan, _ = run_step(scheduler)
     assert plan.preempted == ("c",)
-    (event,) = events(scheduler, "preempt")
+    (event,) = events(scheduler, PreemptEvent)
     assert (event.request_id, event.for_request, event.num_computed_tokens) == ("c", "a", 8)
     victim = scheduler.find("c")
     assert victim is not None
@@ -37,7 +38,7 @@ def test_the_last_in_the_order_preempts_itself_and_finishes_later() -> None:
     last = add_request(scheduler, "last", 6, max_tokens=8)
     for _ in range(4):
         run_step(scheduler)
-    (event,) = events(scheduler, "preempt")
+    (event,) = events(scheduler, PreemptEvent)
     assert (event.request_id, event.for_request) == ("last", "last")
     assert first.status is RequestStatus.RUNNING
     run_until_done(scheduler, last, limit=30)
@@ -90,7 +91,7 @@ def test_a_request_of_higher_priority_gets_the_blocks_of_the_last_in_the_order()
     plan, outputs = run_step(scheduler)
     assert plan.preempted == ("c",)
     assert "urgent" in [output.request_id for output in outputs]
-    (event,) = events(scheduler, "preempt")
+    (event,) = events(scheduler, PreemptEvent)
     assert (event.request_id, event.for_request) == ("c", "urgent")
     run_until_done(scheduler, urgent, limit=1)
     victim = scheduler.find("c")
@@ -135,7 +136,7 @@ def test_an_entry_of_the_block_table_has_one_update_where_its_row_changes_hands_
     add_request(scheduler, "urgent", 10, max_tokens=2)
     plan, _ = run_step(scheduler)
     assert plan.preempted == ("victim",)
-    assert [event.first_index for event in events(scheduler, "allocate")] == [0, 1, 0]
+    assert [event.first_index for event in events(scheduler, AllocateEvent)] == [0, 1, 0]
     updates = plan.table_updates
     entries = dict(
         zip(zip(updates.rows.tolist(), updates.indices.tolist(), strict=True), updates.block_ids.tolist(), strict=True)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from fakes.scheduling import TOKEN, add_request, events, make_scheduler, run_step, shares
 
-from pageframe.runtime.journal import Journal
+from pageframe.runtime.journal import AdmitEvent, ChunkEvent, FinishEvent, Journal
 from pageframe.runtime.request import FinishReason, RequestStatus
 from pageframe.runtime.scheduler import Scheduler
 
@@ -26,7 +26,7 @@ def test_a_prompt_is_computed_in_chunks_and_samples_after_the_last() -> None:
     assert seen == [([0], [8], [0], 0), ([8], [8], [0], 0), ([16], [4], [1], 1), ([20], [1], [1], 1)]
     assert request.token_ids.tolist() == [1] * 20 + [TOKEN] * 2
     assert request.finish_reason is FinishReason.LENGTH
-    assert [(event.start, event.num_tokens) for event in events(scheduler, "chunk")] == [(0, 8), (8, 8), (16, 4)]
+    assert [(event.start, event.num_tokens) for event in events(scheduler, ChunkEvent)] == [(0, 8), (8, 8), (16, 4)]
 
 
 def test_decoding_rows_and_chunks_of_others_share_a_step_decode_first() -> None:
@@ -109,7 +109,7 @@ def test_requests_enter_by_priority_then_arrival() -> None:
     for name, priority in (("late", 5), ("second", 0), ("third", 0), ("first", -1)):
         add_request(scheduler, name, 2, max_tokens=2, priority=priority)
     run_step(scheduler)
-    assert [event.request_id for event in events(scheduler, "admit")] == ["first", "second", "third", "late"]
+    assert [event.request_id for event in events(scheduler, AdmitEvent)] == ["first", "second", "third", "late"]
     assert [request.request_id for request in scheduler.live_requests()] == ["first", "second", "third", "late"]
 
 
@@ -224,7 +224,7 @@ def test_a_stop_string_truncates_the_output_in_any_state() -> None:
         assert request.token_ids.tolist() == [1] * 3 + [TOKEN] * 2
         assert request.finish_reason is FinishReason.STOP
         scheduler.check_invariants()
-    assert [event.num_output_tokens for event in events(scheduler, "finish")] == [2, 2]
+    assert [event.num_output_tokens for event in events(scheduler, FinishEvent)] == [2, 2]
 
 
 def test_the_text_wins_over_the_length_but_not_over_an_abort() -> None:
@@ -233,7 +233,7 @@ def test_the_text_wins_over_the_length_but_not_over_an_abort() -> None:
     ended = add_request(scheduler, "ended", 3, max_tokens=2)
     run_step(scheduler)
     run_step(scheduler)
-    assert ended.finish_reason is FinishReason.LENGTH
+    assert events(scheduler, FinishEvent)[0].reason == FinishReason.LENGTH
     assert scheduler.finish("ended", 1, 3.0)
     assert ended.finish_reason is FinishReason.STOP
     assert ended.token_ids.tolist() == [1, 1, 1, TOKEN]

@@ -280,7 +280,7 @@ MERGES = ["1 2", "12 3", "123 4", "Ġ a", "a b", "' s", "' S", "Ċ Ċ", "ab c"]
 def write_vocabulary(path: Path, pre: str = "gpt-2", model: str = "gpt2", **changes: Any) -> Path:
     """A byte-level vocabulary: all 256 bytes, the merges' results, "xyz" without a merge, and control tokens."""
     tokens = [*CONTROL, *sorted(pre_tokenizers.ByteLevel.alphabet()), *(merge.replace(" ", "") for merge in MERGES)]
-    tokens += ["xyz", "<tool>"]
+    tokens += ["xyz", "<tool use>"]
     types = [3, 3] + [1] * (len(tokens) - 3) + [4]
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_tokenizer_model(model)
@@ -323,11 +323,19 @@ def pieces(path: Path, text: str) -> list[str]:
         ("llama-bpe", "?\n\nab", ["?", "\n\n", "ab"]),
         ("qwen2", "e\u0301", ["\ufffd", "\ufffd"]),  # composed to é: two bytes
         ("llama-bpe", "e\u0301", ["e", "\ufffd", "\ufffd"]),
-        ("gpt-2", "<tool><|end|>", ["<tool>", "<|end|>"]),
+        ("gpt-2", "<tool use><|end|>", ["<tool use>", "<|end|>"]),
     ],
 )
 def test_splitting(pre: str, text: str, expected: list[str], tmp_path: Path) -> None:
     assert pieces(write_vocabulary(tmp_path / "vocab.gguf", pre), text) == expected
+
+
+def test_gguf_control_tokens_are_special_and_user_defined_ones_are_not(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(ModelSource("gguf", write_vocabulary(tmp_path / "vocab.gguf"), "tiny"))
+    ids = tokenizer.encode("<tool use>a<|end|>", add_special_tokens=False)
+    assert tokenizer.decode(ids) == "<tool use>a"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "<tool use>a<|end|>"
+    assert tokenizer.encode("<tool use>a", add_special_tokens=False, parse_special=False) == ids[:2]
 
 
 def test_gguf_bos(tmp_path: Path) -> None:
