@@ -21,9 +21,9 @@ class ServerConfig:
         ConfigError: a value is out of range.
     """
 
-    host: str = flag("127.0.0.1", "address to listen on; 0.0.0.0 is every IPv4 address of the machine")
-    port: int = flag(8000, "port to listen on; 0 takes a free one")
-    served_model_name: str | None = flag(None, "the model's name in the API; default: its own name")
+    host: str = flag("127.0.0.1", "address to listen on; 0.0.0.0 is every IPv4 address of the machine", unit="address")
+    port: int = flag(8000, "port to listen on; 0 takes a free one", unit="port")
+    served_model_name: str | None = flag(None, "the model's name in the API; default: its own name", unit="name")
     max_body_bytes: int = flag(16 * 1024**2, "largest request body", unit="bytes")
     drain_timeout: float = flag(
         30.0, "after SIGTERM or Ctrl-C, how long running requests may go on before they are cut off", unit="seconds"

@@ -29,7 +29,9 @@ class EngineConfig:
     """
 
     model: str = flag(
-        DEFAULT_MODEL, "a GGUF file, a Hugging Face folder or a hub id; 'default' is SmolLM2-135M-Instruct"
+        DEFAULT_MODEL,
+        "a GGUF file, a Hugging Face folder or a hub id; 'default' is SmolLM2-135M-Instruct",
+        unit="model",
     )
     dtype: str = flag("bf16", "arithmetic and K/V type", choices=DTYPES)
     device: str = flag("auto", "where the model runs", choices=DEVICES)
@@ -46,7 +48,7 @@ class EngineConfig:
     )
     max_num_requests: int = flag(256, "most requests that run at once", unit="requests")
     max_num_batched_tokens: int = flag(512, "token budget of one step", unit="tokens")
-    seed: int | None = flag(None, "makes the seeds of unseeded requests repeatable")
+    seed: int | None = flag(None, "makes the seeds of unseeded requests repeatable", unit="seed")
     threads: int | None = flag(None, "CPU threads of the forward pass; default: one per core", unit="threads")
 
     def __post_init__(self) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-
 import triton
+
 from pageframe.kernels.layout import StepLayouts
 from pageframe.kernels.plan import AttentionPlan, StepBatch, UnsupportedError, check_cache, make_plan
 from pageframe.kernels.reference import ReferenceBackend

@@ -10,9 +10,9 @@ splits by their log-sum-exp. Because the size is fixed, a row's sums do not depe
 from __future__ import annotations
 
 import torch
-
 import triton
 import triton.language as tl
+
 from pageframe.kernels.triton import launches
 
 #: Positions of a context that one program attends.

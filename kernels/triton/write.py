@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import torch
-
 import triton
 import triton.language as tl
+
 from pageframe.kernels.triton import launches
 
 

@@ -69,7 +69,7 @@ def load_decoder(
 @contextmanager
 def _one_thread() -> Iterator[None]:
     """Conversions are bound by memory and come in thousands of small steps: a second thread gains little on an idle
-    machine, and on a busy one each step waits for the thread that lost its core, five times as long in all."""
+    machine, and on a busy one each step waits for the thread that lost its core."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -32,8 +32,9 @@ class Weight(Protocol):
 class DenseWeight:
     """Plain values in the dtype of the arithmetic.
 
-    On a CPU they are held in oneDNN's packed layout alone, where this torch has the (private) operations for it;
-    that is 1.3 to 1.5 times as fast as `F.linear` in float32, from 1 row to 256.
+    On a CPU they are held in oneDNN's packed layout alone, where this torch has the (private) operations for it: in
+    float32 (AVX2) up to 1.5 times as fast as `F.linear`, and, unlike it, bit for bit the same for any number of rows
+    tried.
 
     Args:
         weight: [out_features, in_features], already in the dtype and on the device of the arithmetic.
