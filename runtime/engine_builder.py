@@ -57,7 +57,8 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     backend = _backend(config, model, arithmetic)
     decoder = load_decoder(
         source,
-        model,
+        # Positions past the longest context need no rotary table: at a million of them it would take half a gigabyte.
+        model.replace(max_position=min(model.max_position, config.max_model_len or model.max_position)),
         storage_dtype=arithmetic.storage,
         compute_dtype=arithmetic.compute,
         device=arithmetic.device,
