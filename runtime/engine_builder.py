@@ -55,6 +55,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     torch.set_num_threads(threads)
     arithmetic = _arithmetic(config)
     backend = _backend(config, model, arithmetic)
+    memory_plan.check_model_len(config, model)
     decoder = load_decoder(
         source,
         # Positions past the longest context need no rotary table: at a million of them it would take half a gigabyte.

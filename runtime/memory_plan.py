@@ -140,6 +140,18 @@ class PoolSize:
     enough: int
 
 
+def check_model_len(config: EngineConfig, model: ModelConfig) -> None:
+    """What can be said before the weights are loaded.
+
+    Raises:
+        ConfigError: max_model_len is beyond the model's positions.
+    """
+    if config.max_model_len is not None and config.max_model_len > model.max_position:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len}; this model's positions end at {model.max_position}"
+        )
+
+
 def size_pool(config: EngineConfig, model: ModelConfig, *, available: int, cap: int | None) -> PoolSize:
     """The pool that these settings get.
 
@@ -150,9 +162,8 @@ def size_pool(config: EngineConfig, model: ModelConfig, *, available: int, cap: 
         ConfigError: max_model_len is beyond the model's positions or the pool.
         MemoryPlanError: see `plan_num_blocks`.
     """
+    check_model_len(config, model)
     wanted_len = config.max_model_len or model.max_position
-    if wanted_len > model.max_position:
-        raise ConfigError(f"max_model_len is {wanted_len}; this model's positions end at {model.max_position}")
     enough = config.max_num_requests * -(-wanted_len // config.block_size)
     num_blocks = plan_num_blocks(
         bytes_per_block=kv_bytes_per_token(model, config.dtype) * config.block_size,

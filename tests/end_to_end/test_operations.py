@@ -50,7 +50,7 @@ def open_completion(url: str, body: dict[str, Any]) -> socket.socket:
 
 
 def long_request(stream: bool) -> dict[str, Any]:
-    return {"prompt": "Count:", "max_tokens": 4000, "ignore_eos": True, "stream": stream, "temperature": 0}
+    return {"prompt": "Count:", "max_tokens": 2000, "ignore_eos": True, "stream": stream, "temperature": 0}
 
 
 def running(url: str) -> int:

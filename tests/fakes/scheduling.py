@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -89,13 +89,18 @@ def run_step(scheduler: Scheduler) -> tuple[StepPlan, list[RequestOutput]]:
     return plan, outputs
 
 
-def run_until_done(scheduler: Scheduler, request: Request, limit: int) -> int:
-    """Step until `request` has finished, within `limit` steps; how many it took."""
+def run_until(scheduler: Scheduler, condition: Callable[[], object], limit: int) -> int:
+    """Step until something has happened, within `limit` steps; how many it took."""
     for num_steps in range(1, limit + 1):
         run_step(scheduler)
-        if request.status is RequestStatus.FINISHED:
+        if condition():
             return num_steps
-    raise AssertionError(f"{request.request_id} did not finish within {limit} steps")
+    raise AssertionError(f"it did not happen within {limit} steps")
+
+
+def run_until_done(scheduler: Scheduler, request: Request, limit: int) -> int:
+    """Step until `request` has finished, within `limit` steps; how many it took."""
+    return run_until(scheduler, lambda: request.status is RequestStatus.FINISHED, limit)
 
 
 def shares(plan: StepPlan) -> dict[str, int]:

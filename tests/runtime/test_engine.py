@@ -73,8 +73,9 @@ def test_an_end_token_ends_a_request_and_is_its_last_token() -> None:
     outputs: list[RequestOutput] = []
     for seed in range(30):
         simulation.add([1, 2, seed + 10], SamplingParams(seed=seed, stop_token_ids=(COMMON,)))
-    while simulation.live:
-        outputs += simulation.step()
+    for _ in range(simulation.steps_to_drain()):
+        outputs += simulation.step() if simulation.live else []
+    simulation.check_idle()
     ends = {(output.token_ids[-1], output.finish_reason, output.stop_token_id) for output in outputs}
     assert {(EOS, "stop", -1), (COMMON, "stop", COMMON)} <= ends
     assert all(reason == ("stop" if token in (EOS, COMMON) else reason) for token, reason, _ in ends)
@@ -162,8 +163,9 @@ def start_decoding(simulation: Simulation) -> str:
 def start_preempted(simulation: Simulation) -> str:
     add(simulation, 10, 16)
     request_id = add(simulation, 10, 16)
-    while not simulation.counts["preemptions"]:
+    for _ in range(9):
         simulation.step()
+    assert simulation.counts["preemptions"] == 1
     return request_id
 
 

@@ -116,7 +116,9 @@ test_engine_state_machine = EngineMachine.TestCase
 
 def simulate(simulation: Simulation, rng: random.Random, num_steps: int) -> None:
     """Arrivals a little faster than the pool serves them; a tenth are aborted, a tenth stopped by their text."""
-    while simulation.counts["steps"] < num_steps:
+    for _ in range(2 * num_steps):
+        if simulation.counts["steps"] == num_steps:
+            break
         live = sorted(simulation.live)
         if len(live) < 8 and rng.random() < 0.4:
             length = max(0, BLOCK_SIZE * rng.randint(0, 5) + rng.randint(-1, 1))

@@ -8,7 +8,7 @@ import json
 import pytest
 from fakes.engines import tiny_config
 from fakes.journal_replay import JournalReplay
-from fakes.scheduling import add_request, events, make_scheduler, run_step
+from fakes.scheduling import add_request, events, make_scheduler, run_step, run_until
 from fakes.simulation import Simulation
 
 from pageframe.runtime import journal
@@ -88,8 +88,7 @@ def test_a_preemption_names_both_requests_and_what_was_lost() -> None:
     scheduler = make_scheduler(num_blocks=4, max_num_requests=2, max_num_batched_tokens=16)
     add_request(scheduler, "first", 7, max_tokens=8)
     add_request(scheduler, "last", 6, max_tokens=4)
-    while not events(scheduler, PreemptEvent):
-        run_step(scheduler)
+    run_until(scheduler, lambda: events(scheduler, PreemptEvent), limit=10)
     (event,) = events(scheduler, PreemptEvent)
     assert (event.request_id, event.for_request, event.num_computed_tokens) == ("last", "first", 7)
     following = list(scheduler.journal)[list(scheduler.journal).index(event) + 1]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from fakes.scheduling import TOKEN, add_request, events, make_scheduler, run_step, shares
+from fakes.scheduling import TOKEN, add_request, events, make_scheduler, run_step, run_until, run_until_done, shares
 
 from pageframe.runtime.journal import AdmitEvent, ChunkEvent, FinishEvent, Journal
 from pageframe.runtime.request import FinishReason, RequestStatus
@@ -120,7 +120,8 @@ def test_none_overtakes_a_request_that_waits_for_blocks() -> None:
     run_step(scheduler)
     large = add_request(scheduler, "large", 20, max_tokens=2)
     small = add_request(scheduler, "small", 2, max_tokens=2)
-    while running.status is RequestStatus.RUNNING:
+    for _ in range(6):
+        assert running.status is RequestStatus.RUNNING
         assert scheduler.allocator.num_free >= 1
         assert (large.status, small.status) == (RequestStatus.WAITING, RequestStatus.WAITING)
         run_step(scheduler)
@@ -217,8 +218,7 @@ def test_a_stop_string_truncates_the_output_in_any_state() -> None:
     scheduler = make_scheduler(num_blocks=4, max_num_requests=2, max_num_batched_tokens=32)
     running = add_request(scheduler, "running", 3, max_tokens=13)
     preempted = add_request(scheduler, "preempted", 3, max_tokens=13)
-    while preempted.num_preemptions == 0:
-        run_step(scheduler)
+    run_until(scheduler, lambda: preempted.num_preemptions, limit=10)
     for request in (preempted, running):
         assert scheduler.finish(request.request_id, 2, 9.0)
         assert request.token_ids.tolist() == [1] * 3 + [TOKEN] * 2
@@ -275,11 +275,8 @@ def test_each_wait_names_its_reason_and_how_long_it_lasted() -> None:
     assert [wait.reason for wait in behind.waits] == ["queue"]
     add_request(scheduler, "before", 9, max_tokens=2)
     assert [(wait.reason, wait.until) for wait in blocked.waits] == [("queue", 2), ("blocks", 2), ("queue", None)]
-    while running.status is RequestStatus.RUNNING:
-        run_step(scheduler)
-    for _ in range(20):
-        run_step(scheduler)
-    assert not scheduler.has_work
+    run_until_done(scheduler, running, limit=5)
+    run_until(scheduler, lambda: not scheduler.has_work, limit=20)
     assert all(wait.until is not None and wait.until >= wait.since for wait in blocked.waits + behind.waits)
 
 
