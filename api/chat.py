@@ -12,7 +12,7 @@ from pageframe.api.answers import Answer
 from pageframe.api.body import prepare, read_body
 from pageframe.api.generation import Job, Piece
 from pageframe.api.logprobs import chat_logprobs
-from pageframe.api.prompts import render_chat, sampling_params, stream_fields
+from pageframe.api.prompts import encode_prompt, render_chat, sampling_params, stream_fields
 from pageframe.api.schemas import ChatBody, check_body
 from pageframe.api.service import ServerState, Service
 from pageframe.api.stream import GenerationResponse
@@ -64,7 +64,7 @@ def _job(service: Service, content: dict[str, Any]) -> Job:
     effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
     text = render_chat(service, body.messages, body, **effort)
     return Job(
-        prompt_token_ids=service.tokenizer.encode(text, add_special_tokens=False),
+        prompt_token_ids=encode_prompt(service, text, add_special_tokens=False, param="messages"),
         params=params,
         user=body.user,
         request_id=body.request_id,

@@ -12,7 +12,7 @@ from pageframe.api.answers import Answer
 from pageframe.api.body import prepare, read_body
 from pageframe.api.generation import Job, Piece
 from pageframe.api.logprobs import CompletionLogprobs
-from pageframe.api.prompts import sampling_params, stream_fields
+from pageframe.api.prompts import encode_prompt, sampling_params, stream_fields
 from pageframe.api.schemas import CompletionBody, check_body
 from pageframe.api.service import ServerState, Service
 from pageframe.api.stream import GenerationResponse
@@ -61,5 +61,5 @@ def _job(service: Service, content: dict[str, Any]) -> Job:
     stream = stream_fields(body)
     prompt = body.prompt
     if isinstance(prompt, str):
-        prompt = service.tokenizer.encode(prompt, add_special_tokens=True)
+        prompt = encode_prompt(service, prompt, add_special_tokens=True, param="prompt")
     return Job(prompt_token_ids=prompt, params=params, user=body.user, request_id=body.request_id, **stream)

@@ -40,7 +40,6 @@ class CompletionLogprobs:
         self._tokenizer = tokenizer
         self._skips_special = skips_special
         self._offset = 0
-        self._strip_next = tokenizer.strips_leading_space
 
     def of(self, piece: Piece) -> dict[str, Any]:
         """`{"tokens", "token_logprobs", "top_logprobs", "text_offset"}`, parallel lists, one entry per token.
@@ -80,8 +79,4 @@ class CompletionLogprobs:
         """Characters that begin in this token: every byte but UTF-8's continuation bytes begins one."""
         if self._skips_special and self._tokenizer.is_special(token_id):
             return 0
-        data = self._tokenizer.token_bytes(token_id)
-        if self._strip_next and data:
-            self._strip_next = False
-            data = data.removeprefix(b" ")
-        return sum(byte & 0xC0 != 0x80 for byte in data)
+        return sum(byte & 0xC0 != 0x80 for byte in self._tokenizer.token_bytes(token_id))

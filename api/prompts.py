@@ -49,6 +49,24 @@ def sampling_params(
     )
 
 
+def encode_prompt(service: Service, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
+    """The prompt's token ids.
+
+    Raises:
+        InvalidRequestError: the text is too long for any context, which is told before it is tokenised.
+    """
+    tokenizer, limit = service.tokenizer, service.max_model_len
+    num_bytes = len(text.encode("utf-8", "replace"))
+    if num_bytes > limit * tokenizer.longest_token:
+        raise InvalidRequestError(
+            f"the prompt has {num_bytes} bytes, so at least {-(-num_bytes // tokenizer.longest_token)} tokens; with "
+            f"max_model_len {limit} it may have at most {limit - 1}",
+            param=param,
+            code="context_length_exceeded",
+        )
+    return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+
 def render_chat(service: Service, messages: list[dict[str, Any]], fields: TemplateFields, **kwargs: Any) -> str:
     """The prompt text the model's own template makes of the messages.
 

@@ -91,7 +91,7 @@ async def load_service(engine_config: EngineConfig, server_config: ServerConfig)
         StartupError: one of them cannot.
     """
     source = await asyncio.to_thread(resolve_source, engine_config.model)
-    starting = asyncio.create_task(EngineClient.start(engine_config))
+    starting = asyncio.create_task(EngineClient.start(engine_config, log_level=server_config.log_level))
     try:
         tokenizer, template, defaults = await asyncio.to_thread(_load_text_side, source)
     except BaseException:

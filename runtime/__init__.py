@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 # How long an OpenMP thread spins for its partners before it sleeps; read once, when torch loads OpenMP, hence here.
 # Its default spins for milliseconds: with another busy process on the cores, each of a step's hundreds of parallel
 # operations then waits for a thread that has lost its core to a spinning one (benchmarks/LOG.md has the figures).
-os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 __all__ = ["LLM", "ChoiceResult", "GenerationResult", "SamplingParams"]
 

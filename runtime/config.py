@@ -49,7 +49,9 @@ class EngineConfig:
     max_num_requests: int = flag(256, "most requests that run at once", unit="requests")
     max_num_batched_tokens: int = flag(512, "token budget of one step", unit="tokens")
     seed: int | None = flag(None, "makes the seeds of unseeded requests repeatable", unit="seed")
-    threads: int | None = flag(None, "CPU threads of the forward pass; default: one per core", unit="threads")
+    threads: int | None = flag(
+        None, "CPU threads of the forward pass; default: one for each that this process may run on", unit="threads"
+    )
 
     def __post_init__(self) -> None:
         _check_choice("dtype", self.dtype, DTYPES)

@@ -90,7 +90,7 @@ class Engine:
             journal=self.journal,
         )
         self.steps: deque[StepRecord] = deque(maxlen=keep_steps)
-        self._runner = runner
+        self.runner = runner
         self._sampler = sampler
         self._clock = clock
         self._arrivals = 0
@@ -99,6 +99,10 @@ class Engine:
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work
+
+    def now(self) -> float:
+        """Seconds of the clock that all of a request's times are of."""
+        return self._clock()
 
     def add(
         self,
@@ -126,6 +130,7 @@ class Engine:
             priority=priority,
             arrival=self._arrivals,
             arrival_time=now,
+            request_seed=request_seed,
             seed=choice_seed(request_seed, 0),
             max_total_tokens=total,
             stop_ids=eos_ids | frozenset(params.stop_token_ids),
@@ -150,7 +155,7 @@ class Engine:
             return []
         batch = Batch.build(plan, self.scheduler.rows, self.scheduler.tables)
         try:
-            hidden = self._runner.forward(batch)
+            hidden = self.runner.forward(batch)
             result = self._sampler.sample(hidden, batch.sampling)
         except Exception as error:
             logger.exception("step %d failed; its %d requests end with an error", plan.step, len(plan.requests))

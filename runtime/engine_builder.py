@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,13 +11,13 @@ import torch
 
 from pageframe.kernels.attention import Backend, UnsupportedError, select_backend
 from pageframe.runtime import memory_plan
-from pageframe.runtime.config import EngineConfig, ModelConfig, ResolvedConfig
+from pageframe.runtime.config import DEFAULT_MODEL, EngineConfig, ModelConfig, ResolvedConfig
 from pageframe.runtime.engine import Engine
 from pageframe.runtime.errors import ConfigError, MemoryPlanError
 from pageframe.runtime.model_runner import ModelRunner
 from pageframe.runtime.models.config import load_model_config
 from pageframe.runtime.models.loader import load_decoder
-from pageframe.runtime.models.source import resolve_source
+from pageframe.runtime.models.source import resolve_source, verify_default_model
 from pageframe.runtime.sampler import Sampler
 
 Progress = Callable[[int, int], None]
@@ -49,9 +50,11 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     Raises:
         StartupError: the model, a setting or the machine does not allow it; one clear line.
     """
+    if config.model == DEFAULT_MODEL:
+        verify_default_model()
     source = resolve_source(config.model)
     model = load_model_config(source)
-    threads = config.threads or os.cpu_count() or 1
+    threads = config.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
     arithmetic = _arithmetic(config)
     backend = _backend(config, model, arithmetic)
@@ -128,7 +131,9 @@ def _arithmetic(config: EngineConfig) -> Arithmetic:
 
 
 def _cpu_multiplies_bf16() -> bool:
-    """Whether oneDNN has bf16 products for this processor; without them torch's fallback is many times slower."""
+    """Whether this processor has bf16 products; emulated ones are many times slower than float32."""
+    if platform.machine() in ("x86_64", "AMD64"):
+        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 

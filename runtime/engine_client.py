@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
+import logging
 import shutil
 import sys
 import tempfile
@@ -21,13 +21,22 @@ import zmq.asyncio
 from pageframe.runtime import messages
 from pageframe.runtime.admission import max_total_tokens
 from pageframe.runtime.config import EngineConfig, ResolvedConfig
-from pageframe.runtime.errors import EngineDeadError, InvalidRequestError, RequestNotFoundError, StartupError
+from pageframe.runtime.errors import (
+    EngineDeadError,
+    EngineError,
+    InvalidRequestError,
+    RequestNotFoundError,
+    StartupError,
+)
 from pageframe.runtime.inspection import EngineStats
 from pageframe.runtime.request import RequestOutput, SamplingParams
+
+logger = logging.getLogger(__name__)
 
 #: A Unix socket's path may have at most 107 bytes.
 MAX_SOCKET_PATH = 100
 SHUTDOWN_SECONDS = 5.0
+LAST_WORDS_SECONDS = 0.5
 
 
 class OutputQueue:
@@ -72,15 +81,20 @@ class EngineClient:
         self._num_calls = 0
         self._last_progress = time.monotonic()
         self._closing = False
-        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
+        reading = asyncio.create_task(self._read())
+        reading.add_done_callback(self._reading_ended)
+        self._tasks = [reading, asyncio.create_task(self._watch())]
 
     # ---- life and death -------------------------------------------------------------------------------------------
 
     @classmethod
-    async def start(cls, config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> EngineClient:
+    async def start(
+        cls, config: EngineConfig, *, log_level: str = "info", progress: Callable[[int, int], None] | None = None
+    ) -> EngineClient:
         """Spawn the engine process and wait until it is ready.
 
         Args:
+            log_level: least severe messages that the engine process logs, on standard error.
             progress: called with (tensors loaded, tensors in all).
 
         Raises:
@@ -96,7 +110,12 @@ class EngineClient:
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.bind(address)
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "pageframe.runtime.engine_process", address, stdin=asyncio.subprocess.PIPE
+            sys.executable,
+            "-m",
+            "pageframe.runtime.engine_process",
+            address,
+            log_level.upper(),
+            stdin=asyncio.subprocess.PIPE,
         )
         try:
             await socket.send_multipart(messages.encode(b"start", config))
@@ -147,11 +166,18 @@ class EngineClient:
         code = await self._process.wait()
         self._die(f"the engine process ended with code {code}")
 
+    def _reading_ended(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            logger.error("reading from the engine failed", exc_info=error)
+            self._die(f"reading from the engine failed: {error}")
+
     def _die(self, note: str) -> None:
         """Whoever waits for the engine gets an error now; nothing is retried."""
         if self.death_note:
             return
         self.death_note = note
+        self.stats = EngineStats(num_blocks=self.stats.num_blocks, step=self.stats.step)
         for queue in self._queues.values():
             queue.put(EngineDeadError(note))
         self._queues.clear()
@@ -197,11 +223,12 @@ class EngineClient:
         if self.is_alive:
             self._send(b"finish", messages.Finish(request_id, num_output_tokens))
 
-    async def inspect(self, what: str, argument: str = "") -> Any:
-        """Ask about the engine's inside; see inspection.inspect. The answer is of one step.
+    async def inspect(self, what: str, argument: str = "") -> bytes:
+        """Ask about the engine's inside; see inspection.inspect. The answer is of one step, as JSON text.
 
         Raises:
             RequestNotFoundError, InvalidRequestError: as inspection.inspect.
+            EngineError: answering failed.
             EngineDeadError: there is no engine any more.
         """
         self._check_alive()
@@ -210,7 +237,7 @@ class EngineClient:
         self._calls[call] = future
         self._send(b"question", messages.Question(call, what, argument))
         try:
-            return json.loads(await future)
+            return await future
         finally:
             self._calls.pop(call, None)
 
@@ -235,9 +262,11 @@ class EngineClient:
     def _deliver(self, step: messages.Step) -> None:
         is_new = step.stats.step != self.stats.step
         self.stats = step.stats
+        # A step that computes nothing and gives nothing is no progress: a scheduler that admits nobody is stuck.
+        if step.outputs or step.stats.step_tokens:
+            self._last_progress = time.monotonic()
         if is_new and step.stats.step_tokens:
             self.on_step(step.stats.step_tokens)
-        self._last_progress = time.monotonic()
         for output in step.outputs:
             queue = self._queues.get(output.request_id)
             if queue is None:
@@ -252,6 +281,8 @@ class EngineClient:
             return
         if answer.not_found:
             future.set_exception(RequestNotFoundError(answer.error))
+        elif answer.failed:
+            future.set_exception(EngineError("the inspection failed; the engine's log says how"))
         elif answer.error:
             future.set_exception(InvalidRequestError(answer.error))
         else:
@@ -268,6 +299,9 @@ async def _wait_until_ready(
         while True:
             receiving = asyncio.ensure_future(socket.recv_multipart())
             await asyncio.wait([receiving, ended], return_when=asyncio.FIRST_COMPLETED)
+            if not receiving.done():
+                # Its last words may still be on the way: why it could not start.
+                await asyncio.wait([receiving], timeout=LAST_WORDS_SECONDS)
             if not receiving.done():
                 receiving.cancel()
                 raise StartupError(f"the engine process ended with code {process.returncode} before it was ready")

@@ -7,14 +7,15 @@ other end only the parent has.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
 import sys
 import threading
+from collections import deque
 from typing import Any
 
+import msgspec
 import zmq
 
 from pageframe.runtime import messages
@@ -25,6 +26,9 @@ from pageframe.runtime.inspection import engine_stats, inspect
 from pageframe.runtime.request import FinishReason, RequestOutput
 
 logger = logging.getLogger(__name__)
+
+#: A step comes after at most so many messages.
+MAX_MESSAGES_PER_STEP = 1024
 
 
 class EngineLoop:
@@ -39,11 +43,13 @@ class EngineLoop:
         self._socket = socket
         self._running = True
         self._refused: list[RequestOutput] = []
+        self._questions: deque[messages.Question] = deque()
 
     def run(self) -> None:
         """Serve until told to shut down."""
         while self._running:
             changed = self._drain_inbox()
+            self._answer_some()
             outputs, self._refused = self._refused, []
             if self._engine.has_work:
                 outputs += self._engine.step()
@@ -52,13 +58,24 @@ class EngineLoop:
             self._send(b"step", messages.Step(outputs, engine_stats(self._engine)))
 
     def _drain_inbox(self) -> bool:
-        """Handle all messages at hand, waiting for one where there is nothing else to do; whether state changed."""
+        """Handle the messages at hand, waiting for one where there is nothing else to do; whether state changed.
+
+        Bounded, so that whoever keeps the inbox full cannot keep the engine from its next step.
+        """
         changed = False
-        waiting = 0 if self._engine.has_work else -1
-        while self._running and self._socket.poll(waiting, zmq.POLLIN):
+        waiting = 0 if self._engine.has_work or self._questions else -1
+        for _ in range(MAX_MESSAGES_PER_STEP):
+            if not self._running or not self._socket.poll(waiting, zmq.POLLIN):
+                break
             waiting = 0
             changed |= self._handle(*messages.decode(self._socket.recv_multipart()))
         return changed
+
+    def _answer_some(self) -> None:
+        """Answer one question between two steps; all of them where no request waits for a step."""
+        count = min(1, len(self._questions)) if self._engine.has_work else len(self._questions)
+        for _ in range(count):
+            self._send(b"answer", self._answer(self._questions.popleft()))
 
     def _handle(self, kind: bytes, body: Any) -> bool:
         if kind == b"add":
@@ -68,7 +85,7 @@ class EngineLoop:
         elif kind == b"finish":
             return self._engine.finish(body.request_id, body.num_output_tokens)
         elif kind == b"question":
-            self._send(b"answer", self._answer(body))
+            self._questions.append(body)
             return False
         elif kind == b"shutdown":
             self._running = False
@@ -95,7 +112,11 @@ class EngineLoop:
             return messages.Answer(question.call, error=error.request_id, not_found=True)
         except InvalidRequestError as error:
             return messages.Answer(question.call, error=error.message)
-        return messages.Answer(question.call, body=json.dumps(body, separators=(",", ":")).encode())
+        except Exception:
+            # A fault of an inspection must not end the requests that are being served.
+            logger.exception("the question about %s failed", question.what)
+            return messages.Answer(question.call, failed=True)
+        return messages.Answer(question.call, body=msgspec.json.encode(body))
 
     def _send(self, kind: bytes, body: Any) -> None:
         self._socket.send_multipart(messages.encode(kind, body))
@@ -122,13 +143,13 @@ def _start(config: EngineConfig, socket: zmq.Socket[bytes]) -> Engine:
     return build_engine(config, progress)
 
 
-def main(address: str) -> int:
+def main(address: str, log_level: str) -> int:
     """Connect to the client at `address`, build the engine it asks for, serve it."""
     # The terminal's Ctrl-C and a group's SIGTERM reach this process too; the parent decides when the engine ends, so
     # that running requests can be drained.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s engine: %(message)s")
+    logging.basicConfig(level=log_level, format="%(levelname)s engine: %(message)s")
     _exit_with_parent()
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)
@@ -150,4 +171,4 @@ def main(address: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(sys.argv[1], sys.argv[2]))

@@ -64,7 +64,7 @@ def engine_stats(engine: Engine) -> EngineStats:
 
 def _tokens_in_rows(scheduler: Scheduler) -> tuple[int, int]:
     """Tokens that have a slot (computed or about to be), and tokens whose K/V are written, over running requests."""
-    rows = [request.row for request in scheduler.live_requests() if request.row >= 0]
+    rows = scheduler.rows_in_use()
     computed = scheduler.rows.num_computed_tokens[rows]
     capacity = scheduler.tables.num_blocks[rows] * scheduler.tables.block_size
     # The newest token of a decoding request gets its slot in the next step, maybe in a block not yet allocated.
@@ -85,12 +85,13 @@ def inspect(engine: Engine, what: str, argument: str = "") -> Json:
         return _blocks(engine)
     if what == "requests":
         live = engine.scheduler.live_requests()
-        return {"step": engine.scheduler.step, "requests": [_request(engine, request) for request in live]}
+        requests = [_request(engine, request) for request in live]
+        return {"step": engine.scheduler.step, "now": engine.now(), "requests": requests}
     if what == "request":
         request = engine.scheduler.find(argument)
         if request is None:
             raise RequestNotFoundError(argument)
-        return {"step": engine.scheduler.step, **_request(engine, request)}
+        return {"step": engine.scheduler.step, "now": engine.now(), **_request(engine, request)}
     if what == "steps":
         return _steps(engine, argument)
     raise InvalidRequestError(f"there is nothing to inspect under {what!r}")
@@ -157,7 +158,7 @@ def _request(engine: Engine, request: Request) -> Json:
         "finish_reason": None if request.finish_reason is None else request.finish_reason.value,
         "tenant": request.tenant,
         "priority": request.priority,
-        "seed": request.seed,
+        "seed": request.request_seed,
         "row": row if running else None,
         "num_tokens": num_tokens,
         "num_prompt_tokens": request.num_prompt_tokens,
@@ -173,7 +174,7 @@ def _request(engine: Engine, request: Request) -> Json:
             "first_token": request.first_token_time,
             "finished": request.finish_time,
         },
-        "waits": [asdict(wait) for wait in request.waits],
+        "waits": [asdict(wait) for wait in request.waits if wait.until != wait.since],
     }
 
 

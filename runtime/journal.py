@@ -33,7 +33,8 @@ class ArriveEvent(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class WaitEvent(Event):
-    """The head of the queue cannot enter. `reason`: "blocks" (needs `needed`, `free` are free) or "rows"."""
+    """A request cannot go on, from now on. `reason`: "blocks" (the head of the queue needs `needed`, `free` are free),
+    "rows" (as many requests run as may), or "budget" (the step's tokens went to others)."""
 
     kind: ClassVar[str] = "wait"
     reason: str
@@ -80,6 +81,8 @@ class PreemptEvent(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class FinishEvent(Event):
+    """It ended. A second one corrects the first: its text turned out to have stopped earlier."""
+
     kind: ClassVar[str] = "finish"
     reason: str
     num_output_tokens: int

@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 from pageframe.runtime.chat_template import load_chat_template
 from pageframe.runtime.config import DEFAULT_MODEL, EngineConfig, ResolvedConfig
 from pageframe.runtime.engine_builder import build_engine
-from pageframe.runtime.errors import InvalidRequestError
+from pageframe.runtime.errors import EngineError, InvalidRequestError
 from pageframe.runtime.models.source import resolve_source
 from pageframe.runtime.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs
 from pageframe.runtime.text import TextStream
@@ -100,6 +101,7 @@ class LLM:
 
         Raises:
             InvalidRequestError: a prompt or its parameters can never be served; nothing was generated.
+            EngineError: a forward pass failed.
         """
         many = _as_list(prompts)
         each = [params or SamplingParams()] * len(many) if not isinstance(params, Sequence) else list(params)
@@ -161,7 +163,7 @@ class LLM:
     def _take(self, request: _Open, output: RequestOutput) -> bool:
         """Add a step's output to a result; whether that was its last."""
         if output.finish_reason == FinishReason.ERROR.value:
-            raise RuntimeError(output.error)
+            raise EngineError(output.error)
         result = request.result
         ended = output.finish_reason == FinishReason.STOP.value
         text_ids = output.token_ids[:-1] if ended else output.token_ids
@@ -184,10 +186,10 @@ class LLM:
     @contextmanager
     def _progress(self, title: str) -> Iterator[Callable[[int, int], None]]:
         """A bar on standard error; gives what to call with (done, total)."""
-        if not self._show_progress:
+        # Where only the engine's own dependencies are installed, LLM works without a bar.
+        if not self._show_progress or find_spec("rich") is None:
             yield lambda done, total: None
             return
-        # Imported here: where only the engine's own dependencies are installed, LLM works without a bar.
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -76,7 +76,17 @@ def _available_in_cgroup() -> int:
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     if not limit.exists() or not used.exists() or limit.read_text().strip() == "max":
         return 2**63 - 1
-    return max(0, int(limit.read_text()) - int(used.read_text()))
+    return max(0, int(limit.read_text()) - int(used.read_text()) + _reclaimable_in_cgroup())
+
+
+def _reclaimable_in_cgroup() -> int:
+    """File pages that nobody uses: they count as used, but the kernel drops them when memory is asked for."""
+    stat = Path("/sys/fs/cgroup/memory.stat")
+    if stat.exists():
+        for line in stat.read_text().splitlines():
+            if line.startswith("inactive_file "):
+                return int(line.split()[1])
+    return 0
 
 
 def plan_num_blocks(

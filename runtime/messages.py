@@ -43,12 +43,14 @@ class Question:
 
 @dataclass(slots=True)
 class Answer:
-    """`body` is JSON; `error` is empty or says why there is none; with `not_found` it is the id that is unknown."""
+    """`body` is JSON. Where there is none, `error` says why; with `not_found` it is the id that is unknown, and with
+    `failed` the engine's log has the reason."""
 
     call: int
     body: bytes = b""
     error: str = ""
     not_found: bool = False
+    failed: bool = False
 
 
 @dataclass(slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -11,10 +12,12 @@ import numpy.typing as npt
 
 from pageframe.runtime.errors import InvalidRequestError
 
+#: Temperatures below this are greedy.
 GREEDY_BELOW = 1e-5
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
+MAX_STOP_IDS = 1024
 
 
 class RequestStatus(str, Enum):
@@ -41,7 +44,7 @@ class SamplingParams:
         temperature: 0 (or below 1e-5) is greedy.
         top_k: 0 or -1 is off; larger than the vocabulary is the whole vocabulary.
         seed: signed 64 bits; None draws one, which is recorded.
-        stop: strings that end the text; the string itself is left out unless `include_stop_str_in_output`.
+        stop: a string or strings that end the text; the string itself is left out unless `include_stop_str_in_output`.
         ignore_eos: end-of-text tokens are ordinary tokens.
         logprobs: None for none; k for the chosen token and the k likeliest.
 
@@ -56,8 +59,8 @@ class SamplingParams:
     top_k: int = 0
     min_p: float = 0.0
     seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
     include_stop_str_in_output: bool = False
@@ -80,6 +83,9 @@ class SamplingParams:
             _check_int("seed", self.seed, -(2**63), 2**63 - 1)
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        # Kept as tuples; a lone string is one stop string, not its letters.
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         self._check_stop()
 
     def _check_stop(self) -> None:
@@ -87,16 +93,19 @@ class SamplingParams:
             raise InvalidRequestError(
                 f"stop has {len(self.stop)} strings; at most {MAX_STOP_STRINGS} are allowed", param="stop"
             )
+        if len(self.stop_token_ids) > MAX_STOP_IDS:
+            raise InvalidRequestError(
+                f"stop_token_ids has {len(self.stop_token_ids)} ids; at most {MAX_STOP_IDS} are allowed",
+                param="stop_token_ids",
+            )
         for text in self.stop:
+            if not isinstance(text, str):
+                raise InvalidRequestError(f"stop has {text!r}; it must be strings", param="stop")
             if not 1 <= len(text) <= MAX_STOP_LENGTH:
                 raise InvalidRequestError(
                     f"stop has a string of {len(text)} characters; each must have 1 to {MAX_STOP_LENGTH}",
                     param="stop",
                 )
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature < GREEDY_BELOW
 
 
 def _check_number(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
@@ -179,6 +188,7 @@ class Request:
     `row`, and `token_ids` is stale until it is preempted or ends.
 
     Args:
+        request_seed: the seed asked for or drawn; `seed` is the choice's own, made from it.
         arrival: a running number; with `priority` it makes the strict order.
         max_total_tokens: prompt plus most output tokens.
         stop_ids: all token ids that end it (end of text and the request's own), empty with none.
@@ -192,6 +202,7 @@ class Request:
     priority: int
     arrival: int
     arrival_time: float
+    request_seed: int
     seed: int
     max_total_tokens: int
     stop_ids: frozenset[int]
@@ -215,14 +226,12 @@ class Request:
         return (self.priority, self.arrival)
 
     def wait(self, reason: str, now: float, *, needed: int = 0, free: int = 0) -> bool:
-        """Record that it cannot go on; True where that is news (another reason or other numbers)."""
+        """Record that it cannot go on, with the latest numbers; True where it is a new wait."""
         last = self.waits[-1] if self.waits else None
         if last is not None and last.until is None:
-            if last.reason == reason and last.needed == needed and last.free == free:
-                return False
             if last.reason == reason:
                 last.needed, last.free = needed, free
-                return True
+                return False
             last.until = now
         self.waits.append(Wait(reason, now, needed, free))
         return True

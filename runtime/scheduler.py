@@ -102,6 +102,10 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._requests)
 
+    def rows_in_use(self) -> Int32s:
+        """Rows of the running requests, in the order of service."""
+        return np.fromiter((request.row for request in self._running), dtype=np.int32, count=len(self._running))
+
     def live_requests(self) -> list[Request]:
         """Running requests in the order of service, then waiting ones."""
         return [*self._running, *self._waiting]
@@ -129,7 +133,7 @@ class Scheduler:
             max_total_tokens=request.max_total_tokens,
             tenant=request.tenant,
             priority=request.priority,
-            seed=request.seed,
+            seed=request.request_seed,
         )
 
     def _queue(self, request: Request, now: float) -> None:
@@ -168,6 +172,7 @@ class Scheduler:
             return False
         ended.token_ids = ended.token_ids[: ended.num_prompt_tokens + num_output_tokens]
         ended.finish_reason = FinishReason.STOP
+        self._note(FinishEvent, ended, now, reason=FinishReason.STOP.value, num_output_tokens=num_output_tokens)
         return True
 
     def _end(self, request: Request, reason: FinishReason, now: float) -> None:
@@ -271,9 +276,7 @@ class Scheduler:
 
     def _record_wait(self, request: Request, needed: int, now: float) -> None:
         reason = "rows" if self.tables.num_free_rows == 0 else "blocks"
-        free = self.allocator.num_free
-        if self._wait(request, reason, now, needed=needed, free=free):
-            self._note(WaitEvent, request, now, reason=reason, needed=needed, free=free)
+        self._wait(request, reason, now, needed=needed, free=self.allocator.num_free)
 
     def _admit(self, request: Request, now: float) -> None:
         """Give the first in the queue a row and blocks for all its tokens and the next one: no half-admitted prompt is
@@ -387,20 +390,18 @@ class Scheduler:
         self.tables.repeat_updates()
         return outputs
 
-    def _wait(self, request: Request, reason: str, now: float, *, needed: int = 0, free: int = 0) -> bool:
-        """Record a wait; True where the reason or its numbers are news."""
-        before = len(request.waits)
-        is_news = request.wait(reason, now, needed=needed, free=free)
-        self.num_waits[reason] += len(request.waits) - before
-        return is_news
+    def _wait(self, request: Request, reason: str, now: float, *, needed: int = 0, free: int = 0) -> None:
+        """Record that a request cannot go on. Being behind others in the queue is no event: arrivals tell of it."""
+        if request.wait(reason, now, needed=needed, free=free):
+            self.num_waits[reason] += 1
+            if reason != "queue":
+                self._note(WaitEvent, request, now, reason=reason, needed=needed, free=free)
 
     def _note(self, event_type: type[Event], request: Request, now: float, **numbers: Any) -> None:
         self.journal.write(event_type(step=self.step, time=now, request_id=request.request_id, **numbers))
 
     def _refresh_running_rows(self) -> None:
-        self._running_rows = np.fromiter(
-            (request.row for request in self._running), dtype=np.int32, count=len(self._running)
-        )
+        self._running_rows = self.rows_in_use()
 
     def check_invariants(self) -> None:
         """Queues, rows, tables and allocator agree with one another."""

@@ -16,9 +16,6 @@ from pageframe.runtime.request import SamplingParams
 class TokenBytes(Protocol):
     """What TextStream needs of a tokenizer."""
 
-    @property
-    def strips_leading_space(self) -> bool: ...
-
     def token_bytes(self, token_id: int) -> bytes: ...
 
     def is_special(self, token_id: int) -> bool: ...
@@ -42,8 +39,9 @@ class TextDelta:
 class TextStream:
     """The text of one choice, in pieces.
 
-    The pieces, joined, are the UTF-8 decoding of all the tokens' bytes with U+FFFD for what is no UTF-8, without
-    one leading space where the tokenizer strips it, up to the stop string. Neither text nor stop depends on how
+    The pieces, joined, are the UTF-8 decoding of all the tokens' bytes with U+FFFD for what is no UTF-8, up to the
+    stop string. An output continues a prompt, so a tokenizer that drops the first space of a whole text drops none
+    here. Neither text nor stop depends on how
     the tokens are spread over pushes.
 
     A character belongs to the token whose bytes completed it. The stop string that ends first wins; of those that
@@ -61,7 +59,6 @@ class TextStream:
         self._params = params
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._matcher = _StopMatcher(params.stop) if params.stop else None
-        self._strip_next = tokenizer.strips_leading_space
         self._held = ""
         self._num_tokens = 0
         self._ended = False
@@ -94,9 +91,6 @@ class TextStream:
 
     def _feed(self, new: str, decided: list[str]) -> str | None:
         """Appends to `decided` what `new` decides; the stop string that `new` completes, or None."""
-        if self._strip_next and new:
-            self._strip_next = False
-            new = new.removeprefix(" ")
         if self._matcher is None:
             decided.append(new)
             return None

@@ -44,6 +44,8 @@ class Tokenizer:
     """Number of ids it can decode: the highest id, plus 1. A model's own may be larger."""
     add_bos: bool
     """Whether a text encoded with special tokens starts with BOS."""
+    longest_token: int
+    """Bytes of the longest token: a text of n bytes has at least n / longest_token tokens."""
     strips_leading_space: bool
     """Whether one space at the start of a whole decoded text is no part of it."""
 
@@ -70,6 +72,7 @@ class Tokenizer:
         self._bytes: list[bytes | None] = [None] * self.vocab_size
         bos_id = inner.token_to_id(bos_token) if bos_token else None
         self.add_bos = bos_id is not None and self.encode("", add_special_tokens=True)[:1] == [bos_id]
+        self.longest_token = max(len(self.token_bytes(token_id)) for token_id in range(self.vocab_size))
         self._plain: tokenizers.Tokenizer | None = None
         self._plain_lock = threading.Lock()
 

@@ -6,6 +6,7 @@ The engine gives each request the outputs its script says, at once or when the t
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -63,7 +64,7 @@ class ByteTokenizer:
     bos_token = SPECIAL[BOS]
     eos_token = SPECIAL[EOS]
     add_bos = True
-    strips_leading_space = False
+    longest_token = 5
 
     def encode(self, text: str, *, add_special_tokens: bool, parse_special: bool = True) -> list[int]:
         return [BOS] * add_special_tokens + list(text.encode())
@@ -205,13 +206,13 @@ class FakeEngine:
             self.finished.append((request_id, num_output_tokens))
             self._changed.notify_all()
 
-    async def inspect(self, what: str, argument: str = "") -> Any:
+    async def inspect(self, what: str, argument: str = "") -> bytes:
         if not self.is_alive:
             raise EngineDeadError(self.death_note)
         self.questions.append((what, argument))
         if what == "request" and argument not in [added.request_id for added in self.added]:
             raise RequestNotFoundError(argument)
-        return {"what": what, "argument": argument}
+        return json.dumps({"what": what, "argument": argument}).encode()
 
     async def shutdown(self) -> None:
         self.was_shut_down = True

@@ -35,6 +35,7 @@ class JournalReplay:
         self._order: dict[str, tuple[int, int]] = {}
         self._holder: dict[int, str] = {}
         self._leaving: set[str] = set()
+        self._ended: dict[str, str] = {}
         self._preempted_in: dict[str, int] = {}
         self._num_read = 0
         self._arrivals = 0
@@ -63,6 +64,9 @@ class JournalReplay:
         return min(self.waiting, key=self._order.__getitem__)
 
     def _on_wait(self, event: WaitEvent) -> None:
+        if event.reason == "budget":
+            assert event.request_id in self.running, "only who has its blocks waits for the budget"
+            return
         assert event.request_id == self._first_waiting(), "only the first in the queue waits for blocks or rows"
         assert event.reason in ("blocks", "rows")
 
@@ -110,6 +114,10 @@ class JournalReplay:
 
     def _on_finish(self, event: FinishEvent) -> None:
         assert event.request_id not in self.running, "blocks are freed before the end is told"
+        if event.request_id in self._ended:
+            assert (self._ended[event.request_id], event.reason) in (("length", "stop"), ("stop", "stop"))
+            return
+        self._ended[event.request_id] = event.reason
         self.waiting.discard(event.request_id)
         del self._order[event.request_id]
         self._preempted_in.pop(event.request_id, None)

@@ -55,6 +55,7 @@ def make_request(
         priority=priority,
         arrival=arrival,
         arrival_time=float(arrival),
+        request_seed=seed,
         seed=seed,
         max_total_tokens=len(prompt) + params.max_tokens,
         stop_ids=frozenset(stop_ids),

@@ -109,9 +109,10 @@ class Simulation:
             request = self.engine.scheduler.find(request_id)
             assert request is not None
             assert request.finish_reason == "stop"
+            kept = self.ended[request_id].token_ids
+            del kept[num_output_tokens:]
             output = request.token_ids[request.num_prompt_tokens :].tolist()
-            solo = self.ended[request_id].solo.token_ids
-            assert output == solo[:num_output_tokens], "a finished request's record is wrong"
+            assert output == kept, f"the record of {request_id}, which has ended, is wrong"
         self.check()
 
     def step(self, fail: str = "") -> list[RequestOutput]:
@@ -125,6 +126,9 @@ class Simulation:
         self.model.fail_next = ""
         if had_work:
             self._count_step()
+            in_step = self.engine.steps[-1].num_requests
+            assert len(outputs) <= in_step, "a request got an output without a token in the step"
+            assert not fail or len(outputs) == in_step, "a failed step must end all of its requests"
         for output in outputs:
             self._take(output, failed=bool(fail))
         self.check()

@@ -26,26 +26,25 @@ BLOCK_SIZE = 4
 
 def prompts() -> st.SearchStrategy[list[int]]:
     """Two letters, lengths at and beside multiples of the block size, so that prompts share whole blocks or nearly."""
-    lengths = st.builds(lambda blocks, more: max(0, BLOCK_SIZE * blocks + more), st.integers(0, 5), st.integers(-1, 1))
-    letters = st.integers(0, 3).flatmap(lambda odd: st.just([1 + (position == odd) for position in range(48)]))
-    return st.builds(lambda length, text: text[:length], lengths, letters)
+    blocks = st.sampled_from([1, 2, 3, 1, 2, 3, 0, 5])
+    lengths = st.builds(lambda blocks, more: max(0, BLOCK_SIZE * blocks + more), blocks, st.integers(-1, 1))
+    return st.builds(lambda length, odd: [1 + (place == odd) for place in range(length)], lengths, st.integers(0, 3))
 
 
 def sampling_params() -> st.SearchStrategy[SamplingParams]:
-    max_tokens = st.integers(1, 20)
-    return max_tokens.flatmap(
-        lambda most: st.builds(
-            SamplingParams,
-            max_tokens=st.sampled_from([most, most, None]),
-            min_tokens=st.integers(0, most),
-            temperature=st.sampled_from([0.0, 0.7]),
-            top_p=st.sampled_from([0.5, 1.0]),
-            top_k=st.sampled_from([-1, 0, 5]),
-            seed=st.integers(-(2**63), 2**63 - 1),
-            stop_token_ids=st.sampled_from([(), (COMMON,)]),
-            ignore_eos=st.booleans(),
-            logprobs=st.sampled_from([None, 0, 2]),
-        )
+    return st.builds(
+        lambda max_tokens, early, **others: SamplingParams(
+            max_tokens=max_tokens, min_tokens=min(early, max_tokens or early), **others
+        ),
+        max_tokens=st.sampled_from([12, 20, 5, 1, None]),
+        early=st.sampled_from([8, 0, 3]),
+        temperature=st.sampled_from([0.0, 0.7]),
+        top_p=st.sampled_from([0.5, 1.0]),
+        top_k=st.sampled_from([-1, 0, 5]),
+        seed=st.integers(-(2**63), 2**63 - 1),
+        stop_token_ids=st.sampled_from([(), (COMMON,)]),
+        ignore_eos=st.booleans(),
+        logprobs=st.sampled_from([None, 0, 2]),
     )
 
 
@@ -60,40 +59,34 @@ class EngineMachine(RuleBasedStateMachine):
             )
         )
 
-    def _pick(self, ids: list[str], number: int) -> str:
+    def _pick(self, number: int) -> str:
+        """Any id, those still live first."""
+        ids = [*sorted(self.simulation.live), *sorted(self.simulation.ended)]
         return ids[number % len(ids)]
 
-    @rule(prompt=prompts(), params=sampling_params(), priority=st.integers(0, 2))
-    def add(self, prompt: list[int], params: SamplingParams, priority: int) -> None:
-        self.simulation.add(prompt, params, priority=priority)
+    @rule(prompt=prompts(), params=sampling_params(), priority=st.integers(0, 2), copies=st.integers(1, 3))
+    def add(self, prompt: list[int], params: SamplingParams, priority: int, copies: int) -> None:
+        for _ in range(copies):
+            self.simulation.add(prompt, params, priority=priority)
 
     @precondition(lambda self: self.simulation.live)
-    @rule(number=st.integers(0, 10))
+    @rule(number=st.integers(0, 5))
     def abort(self, number: int) -> None:
-        self.simulation.abort(self._pick(sorted(self.simulation.live), number))
-
-    @precondition(lambda self: self.simulation.ended)
-    @rule(number=st.integers(0, 10))
-    def abort_ended(self, number: int) -> None:
-        self.simulation.abort(self._pick(sorted(self.simulation.ended), number))
+        self.simulation.abort(self._pick(number))
 
     @precondition(lambda self: self.simulation.live)
-    @rule(number=st.integers(0, 10), keep=st.integers(0, 20))
+    @rule(number=st.integers(0, 5), keep=st.integers(0, 20))
     def finish(self, number: int, keep: int) -> None:
-        request_id = self._pick(sorted(self.simulation.live), number)
-        self.simulation.finish(request_id, min(keep, len(self.simulation.live[request_id].token_ids)))
+        request_id = self._pick(number)
+        expected = self.simulation.live.get(request_id) or self.simulation.ended[request_id]
+        self.simulation.finish(request_id, min(keep, len(expected.token_ids)))
 
-    @precondition(lambda self: self.simulation.ended)
-    @rule(number=st.integers(0, 10), keep=st.integers(0, 20))
-    def finish_ended(self, number: int, keep: int) -> None:
-        request_id = self._pick(sorted(self.simulation.ended), number)
-        self.simulation.finish(request_id, min(keep, len(self.simulation.ended[request_id].token_ids)))
-
-    @rule(num_steps=st.integers(1, 4))
+    @rule(num_steps=st.integers(1, 6))
     def step(self, num_steps: int) -> None:
         for _ in range(num_steps):
             self.simulation.step()
 
+    @precondition(lambda self: len(self.simulation.live) > 1)
     @rule(when=st.sampled_from(["before", "after"]))
     def failing_step(self, when: str) -> None:
         self.simulation.step(fail=when)
@@ -110,7 +103,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.simulation.drain()
 
 
-EngineMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30)
+EngineMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
 test_engine_state_machine = EngineMachine.TestCase
 
 

@@ -80,7 +80,8 @@ def test_requests_by_hand() -> None:
         "first_token": pytest.approx(1000.03),
         "finished": None,
     }
-    assert inspect(simulation.engine, "request", "r1") == {"step": 4, **second}
+    assert inspect(simulation.engine, "request", "r1") == {"step": 4, "now": answer["now"], **second}
+    assert answer["now"] == pytest.approx(1000.04)
 
 
 def test_a_request_that_has_ended_can_still_be_asked_about() -> None:

@@ -280,6 +280,29 @@ def test_each_wait_names_its_reason_and_how_long_it_lasted() -> None:
     assert all(wait.until is not None and wait.until >= wait.since for wait in blocked.waits + behind.waits)
 
 
+def test_waits_are_counted_by_their_reason() -> None:
+    scheduler = make_scheduler(num_blocks=4, max_num_requests=2, max_num_batched_tokens=2)
+    add_request(scheduler, "a", 5, max_tokens=4)
+    add_request(scheduler, "b", 3, max_tokens=1)
+    add_request(scheduler, "c", 3, max_tokens=1)
+    assert scheduler.num_waits == {"queue": 3, "blocks": 0, "rows": 0, "budget": 0}
+    run_step(scheduler)
+    assert scheduler.num_waits == {"queue": 3, "blocks": 0, "rows": 1, "budget": 0}
+    add_request(scheduler, "d", 9, max_tokens=1, priority=-1)
+    run_step(scheduler)
+    # "d" queued, "c" was first no more, "b" and "a" gave their blocks to "d"; then "a" was first and found too few.
+    assert scheduler.num_waits == {"queue": 7, "blocks": 1, "rows": 1, "budget": 0}
+
+
+def test_the_first_output_tells_how_long_its_request_was_queued_and_computed() -> None:
+    scheduler = make_scheduler(num_blocks=8, max_num_requests=1, max_num_batched_tokens=8)
+    add_request(scheduler, "a", 2, max_tokens=2)
+    add_request(scheduler, "b", 20, max_tokens=2)
+    outputs = [output for _ in range(6) for output in run_step(scheduler)[1]]
+    times = [(output.request_id, output.queued_seconds, output.prefill_seconds) for output in outputs]
+    assert times == [("a", 1, 0), ("a", -1, -1), ("b", 2, 2), ("b", -1, -1)]
+
+
 def test_a_prompt_without_a_share_of_the_step_waits_for_the_budget() -> None:
     scheduler = make_scheduler(num_blocks=16, max_num_requests=3, max_num_batched_tokens=3)
     requests = [add_request(scheduler, name, 9, max_tokens=2) for name in ("a", "b", "c")]

@@ -15,10 +15,9 @@ from pageframe.runtime.text import TextDelta, TextStream
 class FakeTokenizer:
     """Token i is the i-th entry; ids from `first_special` on are special."""
 
-    def __init__(self, tokens: list[bytes], *, strips_leading_space: bool = False, first_special: int = 10**9) -> None:
+    def __init__(self, tokens: list[bytes], *, first_special: int = 10**9) -> None:
         self._tokens = tokens
         self._first_special = first_special
-        self.strips_leading_space = strips_leading_space
 
     def token_bytes(self, token_id: int) -> bytes:
         return self._tokens[token_id] if token_id < len(self._tokens) else b""
@@ -27,13 +26,13 @@ class FakeTokenizer:
         return token_id >= self._first_special
 
 
-def stream(tokens: list[bytes], params: SamplingParams, **options: bool) -> TextStream:
-    return TextStream(FakeTokenizer(tokens, **options), params)
+def stream(tokens: list[bytes], params: SamplingParams) -> TextStream:
+    return TextStream(FakeTokenizer(tokens), params)
 
 
-def run(tokens: list[bytes], cuts: list[int], params: SamplingParams, **options: bool) -> tuple[str, str | None, int]:
+def run(tokens: list[bytes], cuts: list[int], params: SamplingParams) -> tuple[str, str | None, int]:
     """Pushes tokens[cut:next cut] for each two cuts, the last push final; the text, the stop string, num_tokens."""
-    text_stream = stream(tokens, params, **options)
+    text_stream = stream(tokens, params)
     bounds = [0, *cuts, len(tokens)]
     text = ""
     for start, end in pairwise(bounds):
@@ -44,15 +43,12 @@ def run(tokens: list[bytes], cuts: list[int], params: SamplingParams, **options:
     raise AssertionError("the last bound is the number of tokens")
 
 
-def plain(tokens: list[bytes], params: SamplingParams, *, strips: bool = False) -> tuple[str, str | None, int]:
+def plain(tokens: list[bytes], params: SamplingParams) -> tuple[str, str | None, int]:
     """The same without anything incremental."""
     text = b"".join(tokens).decode("utf-8", "replace")
-    skipped = int(strips and text.startswith(" "))
-    text = text[skipped:]
     # Characters known after each token: those that no later byte can change.
     known = [
-        len(codecs.utf_8_decode(b"".join(tokens[:count]), "replace", False)[0]) - skipped
-        for count in range(1, len(tokens) + 1)
+        len(codecs.utf_8_decode(b"".join(tokens[:count]), "replace", False)[0]) for count in range(1, len(tokens) + 1)
     ]
     for end in range(1, len(text) + 1):
         num_tokens = next((index for index, length in enumerate(known, 1) if length >= end), len(tokens))
@@ -186,13 +182,8 @@ def test_the_last_flush_may_complete_a_stop_string() -> None:
     assert run([b"a", b"\xe2\x82"], [], SamplingParams(stop=("\ufffd",))) == ("a", "\ufffd", 2)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "text"),
-    [([b" a", b" b"], "a b"), ([b"", b" ", b" a"], " a"), ([b"a", b" b"], "a b"), ([b"  a"], " a"), ([b" "], "")],
-)
-def test_one_leading_space_is_dropped(tokens: list[bytes], text: str) -> None:
-    assert run(tokens, [], SamplingParams(), strips_leading_space=True)[0] == text
-    assert run(tokens, list(range(1, len(tokens))), SamplingParams(), strips_leading_space=True)[0] == text
+def test_a_leading_space_is_kept_since_an_output_continues_a_prompt() -> None:
+    assert run([b" Paris", b" is"], [1], SamplingParams())[0] == " Paris is"
 
 
 def test_special_tokens_are_skipped_if_asked() -> None:
@@ -222,17 +213,16 @@ PIECES += [b"\xc3", b"\xa9", b"\xf0\x9f", b"\x98\x80", b"\xc0", b"\x80", b"\xed\
     cuts=st.lists(st.integers(0, 14), max_size=5),
     min_tokens=st.integers(0, 6),
     include=st.booleans(),
-    strips=st.booleans(),
 )
-@example(tokens=[b"a", b"b", b"a"], stops=["aba", "b"], cuts=[1], min_tokens=2, include=False, strips=False)
+@example(tokens=[b"a", b"b", b"a"], stops=["aba", "b"], cuts=[1], min_tokens=2, include=False)
 def test_any_grouping_equals_the_plain_way(
-    tokens: list[bytes], stops: list[str], cuts: list[int], min_tokens: int, include: bool, strips: bool
+    tokens: list[bytes], stops: list[str], cuts: list[int], min_tokens: int, include: bool
 ) -> None:
     params = SamplingParams(stop=tuple(stops), min_tokens=min_tokens, include_stop_str_in_output=include)
-    expected = plain(tokens, params, strips=strips)
+    expected = plain(tokens, params)
     cuts = sorted(cut for cut in cuts if cut < len(tokens))
-    assert run(tokens, cuts, params, strips_leading_space=strips) == expected
-    assert run(tokens, list(range(1, len(tokens))), params, strips_leading_space=strips) == expected
+    assert run(tokens, cuts, params) == expected
+    assert run(tokens, list(range(1, len(tokens))), params) == expected
 
 
 @settings(max_examples=150, deadline=None)
