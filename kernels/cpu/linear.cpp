@@ -31,35 +31,33 @@ struct Problem {
 
 inline int64_t divide_up(int64_t value, int64_t by) { return (value + by - 1) / by; }
 
-// Adds the products of depth `begin` to `end` to kRows x (kStrips x 16) sums: from the bias, or from `out`, to `out`.
+// Adds the products of depth `begin` to `end` to kRows x (kStrips x 16) sums, which start from the bias or, from the
+// second block of depth on, from what the one before left in `out`. Loops over sums must be unrolled: only then does
+// the compiler keep them in registers.
 template <int kRows, int kStrips>
 __attribute__((target("avx2,fma"))) void tile(const Problem& p, int64_t row, int64_t strip, int64_t begin, int64_t end) {
-    __m256 sums[kRows][kStrips][2];
+    constexpr int64_t kWidth = kStrips * kStrip;
+    static const float zeros[kWidth] = {};
     const int64_t column = strip * kStrip;
-    const bool whole = column + kStrips * kStrip <= p.n;
-    float* out = p.out + row * p.n + column;
-    int64_t out_stride = p.n;
-    float edge[kRows * kStrips * kStrip];  // the last strip's sums, some of which are of no output
-    if (!whole) {
-        std::fill(edge, edge + kRows * kStrips * kStrip, 0.0f);
-        if (begin > 0)
-            for (int r = 0; r < kRows; ++r)
-                std::copy(out + r * p.n, out + r * p.n + (p.n - column), edge + r * kStrips * kStrip);
-        else if (p.bias != nullptr)
-            for (int r = 0; r < kRows; ++r)
-                std::copy(p.bias + column, p.bias + p.n, edge + r * kStrips * kStrip);
-        out = edge;
-        out_stride = kStrips * kStrip;
+    const int64_t width = std::min(kWidth, p.n - column);
+    float* const out = p.out + row * p.n + column;
+    const float* from = begin > 0 ? out : p.bias != nullptr ? p.bias + column : zeros;
+    int64_t from_stride = begin > 0 ? p.n : 0;
+    float* to = out;
+    int64_t to_stride = p.n;
+    float edge[kRows * kWidth];
+    if (width < kWidth) {  // the last strip has sums that are of no output
+        std::fill(edge, edge + kRows * kWidth, 0.0f);
+        for (int r = 0; r < kRows; ++r) std::copy(from + r * from_stride, from + r * from_stride + width, edge + r * kWidth);
+        from = to = edge;
+        from_stride = to_stride = kWidth;
     }
+
+    __m256 sums[kRows][2 * kStrips];
+#pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r)
-        for (int s = 0; s < kStrips; ++s)
-            for (int h = 0; h < 2; ++h) {
-                const int64_t offset = s * kStrip + h * 8;
-                if (begin > 0 || !whole)
-                    sums[r][s][h] = _mm256_loadu_ps(out + r * out_stride + offset);
-                else
-                    sums[r][s][h] = p.bias ? _mm256_loadu_ps(p.bias + column + offset) : _mm256_setzero_ps();
-            }
+#pragma GCC unroll 8
+        for (int h = 0; h < 2 * kStrips; ++h) sums[r][h] = _mm256_loadu_ps(from + r * from_stride + h * 8);
 
     const __m256i high_half = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
     const uint16_t* weight = p.weight + column * p.k;
@@ -74,19 +72,18 @@ __attribute__((target("avx2,fma"))) void tile(const Problem& p, int64_t row, int
 #pragma GCC unroll 8
             for (int r = 0; r < kRows; ++r) {
                 const __m256 activation = _mm256_broadcast_ss(x + r * p.k + d);
-                sums[r][s][0] = _mm256_fmadd_ps(activation, low, sums[r][s][0]);
-                sums[r][s][1] = _mm256_fmadd_ps(activation, high, sums[r][s][1]);
+                sums[r][2 * s] = _mm256_fmadd_ps(activation, low, sums[r][2 * s]);
+                sums[r][2 * s + 1] = _mm256_fmadd_ps(activation, high, sums[r][2 * s + 1]);
             }
         }
     }
 
+#pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r)
-        for (int s = 0; s < kStrips; ++s)
-            for (int h = 0; h < 2; ++h) _mm256_storeu_ps(out + r * out_stride + s * kStrip + h * 8, sums[r][s][h]);
-    if (!whole)
-        for (int r = 0; r < kRows; ++r)
-            std::copy(edge + r * kStrips * kStrip, edge + r * kStrips * kStrip + (p.n - column),
-                      p.out + (row + r) * p.n + column);
+#pragma GCC unroll 8
+        for (int h = 0; h < 2 * kStrips; ++h) _mm256_storeu_ps(to + r * to_stride + h * 8, sums[r][h]);
+    if (width < kWidth)
+        for (int r = 0; r < kRows; ++r) std::copy(edge + r * kWidth, edge + r * kWidth + width, out + r * p.n);
 }
 
 using Tile = void (*)(const Problem&, int64_t, int64_t, int64_t, int64_t);

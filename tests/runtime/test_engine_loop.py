@@ -1,0 +1,138 @@
+"""The engine's loop behind its socket: fair to those who wait for steps, whatever else comes in."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import zmq
+from fakes.chain_hash import ChainHashModel
+from fakes.engines import tiny_config
+
+from pageframe.runtime import messages
+from pageframe.runtime.engine import Engine
+from pageframe.runtime.engine_process import EngineLoop
+from pageframe.runtime.request import SamplingParams
+
+PATIENCE_MS = 30_000
+
+
+def make_engine() -> Engine:
+    resolved = tiny_config(num_blocks=8)
+    model = ChainHashModel(
+        num_blocks=resolved.num_blocks,
+        block_size=resolved.block_size,
+        max_num_requests=resolved.max_num_requests,
+        max_blocks=resolved.max_blocks,
+    )
+    return Engine(resolved, model, model, seed=0)
+
+
+class Peer:
+    """The other end of the socket."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+
+    def send(self, kind: bytes, body: Any = None) -> None:
+        self._socket.send_multipart(messages.encode(kind, body))
+
+    def receive(self) -> tuple[bytes, Any]:
+        assert self._socket.poll(PATIENCE_MS, zmq.POLLIN), "the engine said nothing"
+        return messages.decode(self._socket.recv_multipart())
+
+    def add(self, request_id: str, max_tokens: int = 8) -> None:
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        self.send(b"add", messages.Add(request_id, [1, 2, 3], params, "", 0))
+
+    def until_finished(self, request_id: str) -> list[bytes]:
+        """The kinds of all messages up to the request's last output."""
+        kinds = []
+        while True:
+            kind, body = self.receive()
+            kinds.append(kind)
+            if kind == b"step" and any(o.request_id == request_id and o.finish_reason for o in body.outputs):
+                return kinds
+
+
+@contextmanager
+def running_loop(engine: Engine) -> Iterator[Peer]:
+    context = zmq.Context()
+    ours, theirs = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+    for socket in (ours, theirs):
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+    ours.bind("inproc://engine")
+    theirs.connect("inproc://engine")
+    thread = threading.Thread(target=EngineLoop(engine, theirs).run)
+    thread.start()
+    peer = Peer(ours)
+    try:
+        yield peer
+    finally:
+        peer.send(b"shutdown")
+        thread.join()
+        ours.close(linger=0)
+        theirs.close(linger=0)
+        context.term()
+
+
+def test_questions_do_not_keep_a_request_from_its_steps() -> None:
+    with running_loop(make_engine()) as peer:
+        peer.add("served", max_tokens=8)
+        for call in range(3000):
+            peer.send(b"question", messages.Question(call, "blocks", ""))
+        kinds = peer.until_finished("served")
+        assert kinds.count(b"answer") <= 16, "more than about one answer a step"
+        answered = kinds.count(b"answer")
+        while answered < 3000:
+            answered += peer.receive()[0] == b"answer"
+
+
+def test_a_question_that_fails_ends_no_request() -> None:
+    engine = make_engine()
+    with running_loop(engine) as peer:
+        steps, engine.steps = engine.steps, None  # type: ignore[assignment]
+        peer.send(b"question", messages.Question(1, "steps", ""))
+        kind, answer = peer.receive()
+        engine.steps = steps
+        assert kind == b"answer"
+        assert answer.failed
+        peer.add("next")
+        peer.until_finished("next")
+
+
+def test_answers_are_json_and_errors_say_what_was_wrong() -> None:
+    with running_loop(make_engine()) as peer:
+        for call, (what, argument) in enumerate([("kv", ""), ("request", "nobody"), ("nothing", "")]):
+            peer.send(b"question", messages.Question(call, what, argument))
+        answers = [peer.receive()[1] for _ in range(3)]
+        assert msgspec.json.decode(answers[0].body)["blocks"]["used"] == 0
+        assert (answers[1].not_found, answers[1].error) == (True, "nobody")
+        assert "nothing" in answers[2].error
+
+
+def test_a_request_that_can_never_fit_is_answered_with_an_error() -> None:
+    with running_loop(make_engine()) as peer:
+        peer.add("huge", max_tokens=10**6)
+        kind, step = peer.receive()
+        assert kind == b"step"
+        (output,) = step.outputs
+        assert (output.request_id, output.finish_reason) == ("huge", "error")
+        assert "max_tokens" in output.error
+
+
+def test_an_abort_is_told_by_the_gauges_even_when_idle() -> None:
+    with running_loop(make_engine()) as peer:
+        peer.add("gone", max_tokens=12)
+        peer.receive()
+        peer.send(b"abort", "gone")
+        while True:
+            kind, step = peer.receive()
+            assert kind == b"step"
+            if step.stats.num_running == 0:
+                break
+        assert step.stats.blocks_used == 0
