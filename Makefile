@@ -54,7 +54,7 @@ $(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else 
 && if $(PYTHON) -c 'import importlib.metadata as m; v = m.version("torch").split("."); exit((int(v[0]), int(v[1])) < (2, 11))' 2>/dev/null; \
   then share=--system-site-packages; grep -vE '^(torch|triton)==' constraints.txt > $(VENV).constraints; \
   else share=; cp constraints.txt $(VENV).constraints; fi \
-&& { [ -x $(BIN)/python ] || { echo 'Pageframe: making $(VENV)'; $(PYTHON) -m venv $$share $(VENV); }; } \
+&& { $(BIN)/python -m pip --version >/dev/null 2>&1 || { echo 'Pageframe: making $(VENV)'; rm -rf $(VENV); $(PYTHON) -m venv $$share $(VENV); }; } \
 && mv $(VENV).constraints $(VENV)/constraints.txt \
 && echo 'Pageframe: installing into $(VENV); the first time takes some minutes' \
 && $(BIN)/python -m pip install --disable-pip-version-check -q -c $(VENV)/constraints.txt --editable '$(1)' \

@@ -19,6 +19,7 @@ import uvicorn
 
 from pageframe.api.app import create_app
 from pageframe.api.config import ServerConfig
+from pageframe.api.loading_bar import loading_bar
 from pageframe.api.metrics import Metrics
 from pageframe.api.service import ServerState, Service
 from pageframe.runtime.chat_template import ChatTemplate, load_chat_template
@@ -91,7 +92,19 @@ async def load_service(engine_config: EngineConfig, server_config: ServerConfig)
         StartupError: one of them cannot.
     """
     source = await asyncio.to_thread(resolve_source, engine_config.model)
-    starting = asyncio.create_task(EngineClient.start(engine_config, log_level=server_config.log_level))
+    with loading_bar(source.name) as advance:
+        return await _load(source, engine_config, server_config, advance)
+
+
+async def _load(
+    source: ModelSource,
+    engine_config: EngineConfig,
+    server_config: ServerConfig,
+    advance: Callable[[int, int], None],
+) -> Service:
+    starting = asyncio.create_task(
+        EngineClient.start(engine_config, log_level=server_config.log_level, progress=advance)
+    )
     try:
         tokenizer, template, defaults = await asyncio.to_thread(_load_text_side, source)
     except BaseException:

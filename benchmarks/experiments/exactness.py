@@ -26,6 +26,7 @@ from pageframe.runtime.chat_template import load_chat_template
 from pageframe.runtime.config import EngineConfig
 from pageframe.runtime.engine import Engine
 from pageframe.runtime.engine_builder import build_engine
+from pageframe.runtime.model_runner import ModelRunner
 from pageframe.runtime.models.source import resolve_source
 from pageframe.runtime.request import SamplingParams
 from pageframe.runtime.tokenizer import load_tokenizer
@@ -35,18 +36,28 @@ TOLERANCE = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to schedule the same requests."""
+    """One way to schedule the same requests.
+
+    Args:
+        poison: the whole pool starts as NaN, and so does every block that is free after a step: whatever reads a slot
+            that nobody wrote for it shows.
+    """
 
     name: str
     settings: dict[str, Any]
     one_by_one: bool = False
+    poison: bool = False
 
 
 WAYS = (
     Way("alone", {"max_num_requests": 1}, one_by_one=True),
     Way("one batch", {"max_num_requests": 64, "max_num_batched_tokens": 4096}),
     Way("chunks of 32", {"max_num_requests": 16, "max_num_batched_tokens": 32}),
-    Way("tiny pool", {"max_num_requests": 16, "max_num_batched_tokens": 128, "num_blocks": 32, "max_model_len": 256}),
+    Way(
+        "tiny pool, poisoned",
+        {"max_num_requests": 16, "max_num_batched_tokens": 128, "num_blocks": 32, "max_model_len": 256},
+        poison=True,
+    ),
 )
 
 
@@ -102,11 +113,13 @@ def run_way(way: Way, prompts: Sequence[Sequence[int]], num_tokens: int) -> Outc
     engine = build_engine(EngineConfig(dtype="float32", **way.settings))
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     outputs: dict[str, list[int]] = {str(index): [] for index in range(len(prompts))}
+    if way.poison:
+        _poison_free_blocks(engine)
     for index, ids in enumerate(prompts):
         engine.add(str(index), ids, params)
         if way.one_by_one:
-            _drain(engine, outputs)
-    _drain(engine, outputs)
+            _drain(engine, outputs, way.poison)
+    _drain(engine, outputs, way.poison)
     return Outcome(
         outputs=list(outputs.values()),
         steps=len(engine.steps),
@@ -116,12 +129,20 @@ def run_way(way: Way, prompts: Sequence[Sequence[int]], num_tokens: int) -> Outc
     )
 
 
-def _drain(engine: Engine, outputs: dict[str, list[int]]) -> None:
+def _drain(engine: Engine, outputs: dict[str, list[int]], poison: bool) -> None:
     while engine.has_work:
         for output in engine.step():
             assert output.finish_reason != "error", output.error
             outputs[output.request_id] += output.token_ids
+        if poison:
+            _poison_free_blocks(engine)
     engine.scheduler.check_invariants()
+
+
+def _poison_free_blocks(engine: Engine) -> None:
+    free = [block_id for block_id, count in enumerate(engine.scheduler.allocator.ref_counts()) if count == 0]
+    assert isinstance(engine.runner, ModelRunner)
+    engine.runner.fill_blocks(free, float("nan"))
 
 
 def load_oracle() -> Any:

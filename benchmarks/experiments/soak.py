@@ -38,16 +38,16 @@ class Sample:
     resident: dict[str, int]
 
 
-async def one_request(session: aiohttp.ClientSession, url: str, choice: random.Random) -> str:
-    """One streamed completion of random lengths; "cancelled" for the fifth of them that close after some tokens."""
+async def one_request(session: aiohttp.ClientSession, url: str, choice: random.Random, cancel: bool) -> str:
+    """One streamed completion of random lengths, closed after its first tokens if `cancel`; how it ended."""
     body = {
         "prompt": [choice.randrange(10, 40_000) for _ in range(choice.randint(1, 200))],
-        "max_tokens": choice.randint(1, 48),
+        "max_tokens": choice.randint(12 if cancel else 1, 48),
         "ignore_eos": True,
         "stream": True,
         "seed": choice.randrange(2**31),
     }
-    cancel_after = choice.randint(1, 8) if choice.random() < 0.2 else None
+    cancel_after = choice.randint(1, 8) if cancel else None
     seen = 0
     async with session.post(f"{url}/v1/completions", json=body) as response:
         if response.status != 200:
@@ -79,22 +79,33 @@ async def drive(server: RunningServer, requests: int, concurrency: int) -> tuple
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
         gate = asyncio.Semaphore(concurrency)
 
-        async def limited() -> None:
+        async def limited(number: int) -> None:
             async with gate:
-                endings[await one_request(session, server.url, choice)] += 1
+                endings[await one_request(session, server.url, choice, cancel=number % 5 == 0)] += 1
 
         with Progress(console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task("soak", total=requests)
             for done in range(0, requests, BATCH):
                 count = min(BATCH, requests - done)
                 async with asyncio.TaskGroup() as group:
-                    for _ in range(count):
-                        group.create_task(limited()).add_done_callback(lambda _: bar.advance(task))
+                    for number in range(done, done + count):
+                        group.create_task(limited(number)).add_done_callback(lambda _: bar.advance(task))
                 samples.append(Sample(done + count, resident_bytes(server)))
-        # A cancelled request's blocks are free within a step; the question itself is answered between steps.
-        async with session.get(f"{server.url}/inspect/kv") as response:
+        used = await used_blocks(session, server.url)
+    return samples, endings, used
+
+
+async def used_blocks(session: aiohttp.ClientSession, url: str) -> int:
+    """Blocks still used once the last closed connection has been noticed, a second at most."""
+    used = 0
+    for _ in range(20):
+        async with session.get(f"{url}/inspect/kv") as response:
             blocks = (await response.json())["blocks"]
-    return samples, endings, blocks["used"] + blocks["pinned"]
+        used = blocks["used"] + blocks["pinned"]
+        if used == 0:
+            break
+        await asyncio.sleep(0.05)
+    return used
 
 
 def report(samples: list[Sample], endings: dict[str, int], used: int) -> bool:

@@ -15,11 +15,12 @@
 
 namespace {
 
-constexpr int64_t kStrip = 16;       // outputs in a strip
-constexpr int64_t kTileRows = 6;     // 6 rows x 16 outputs: 12 sums, 2 weights, 1 activation, 1 mask are 16 registers
-constexpr int64_t kBlockRows = 96;   // rows whose activations of one block of k stay in the L2 cache
-constexpr int64_t kBlockDepth = 768; // depth of a block: its part of a strip (24 KB) stays in the L1 cache
-constexpr int64_t kGroup = 4;        // strips in a unit of work
+constexpr int64_t kStrip = 16;         // outputs in a strip
+constexpr int64_t kTileRows = 6;       // 6 rows x 16 outputs: 12 sums, 2 weights, 1 activation, 1 mask are 16 registers
+constexpr int64_t kBlockRows = 96;     // rows whose activations of one block of k stay in the L2 cache
+constexpr int64_t kBlockDepth = 768;   // depth of a block: its part of a strip (24 KB) stays in the L1 cache
+constexpr int64_t kGroup = 4;          // strips in a unit of work
+constexpr int64_t kPrefetch = 1024;    // bytes ahead of the weights in use; past the last one it asks for nothing
 
 struct Problem {
     const float* x;           // [rows, k]
@@ -66,6 +67,7 @@ __attribute__((target("avx2,fma"))) void tile(const Problem& p, int64_t row, int
 #pragma GCC unroll 8
         for (int s = 0; s < kStrips; ++s) {
             const uint16_t* at = weight + (s * p.k + d) * kStrip;
+            _mm_prefetch(reinterpret_cast<const char*>(at) + kPrefetch, _MM_HINT_T0);
             const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
             const __m256 low = _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
             const __m256 high = _mm256_castsi256_ps(_mm256_and_si256(pairs, high_half));
@@ -86,25 +88,30 @@ __attribute__((target("avx2,fma"))) void tile(const Problem& p, int64_t row, int
         for (int r = 0; r < kRows; ++r) std::copy(edge + r * kWidth, edge + r * kWidth + width, out + r * p.n);
 }
 
-using Tile = void (*)(const Problem&, int64_t, int64_t, int64_t, int64_t);
-constexpr Tile kOneStrip[kTileRows + 1] = {nullptr,    tile<1, 1>, tile<2, 1>, tile<3, 1>,
-                                           tile<4, 1>, tile<5, 1>, tile<6, 1>};
+struct Tile {
+    void (*add)(const Problem&, int64_t row, int64_t strip, int64_t begin, int64_t end);
+    int64_t strips;
+};
+constexpr Tile kOneStrip[] = {{nullptr, 0},    {tile<1, 1>, 1}, {tile<2, 1>, 1}, {tile<3, 1>, 1},
+                              {tile<4, 1>, 1}, {tile<5, 1>, 1}, {tile<6, 1>, 1}};
+// A few rows of one strip are too few sums to keep the multipliers busy while each waits for its last product.
+constexpr Tile kFewRows[] = {{nullptr, 0}, {tile<1, 4>, 4}, {tile<2, 2>, 2}, {tile<3, 2>, 2}};
 
 // A unit of work: rows `row` to `row_end` of strips `strip` to `strip_end`.
-void unit(const Problem& p, int64_t row, int64_t row_end, int64_t strip, int64_t strip_end) {
+void compute_unit(const Problem& p, int64_t row, int64_t row_end, int64_t strip, int64_t strip_end) {
     const int64_t rows = row_end - row;
     const int64_t tiles = divide_up(rows, kTileRows);
     const int64_t blocks = std::max<int64_t>(1, divide_up(p.k, kBlockDepth));
     for (int64_t b = 0; b < blocks; ++b) {
         const int64_t begin = p.k * b / blocks, end = p.k * (b + 1) / blocks;
-        if (rows == 1 && strip_end - strip == kGroup) {  // one strip alone would wait for its two sums
-            tile<1, kGroup>(p, row, strip, begin, end);
-            continue;
-        }
-        for (int64_t s = strip; s < strip_end; ++s)
-            for (int64_t t = 0; t < tiles; ++t) {
-                const int64_t first = row + rows * t / tiles;  // tiles of nearly equal height
-                kOneStrip[row + rows * (t + 1) / tiles - first](p, first, s, begin, end);
+        int64_t s = strip;
+        if (rows <= 3)
+            for (const Tile& few = kFewRows[rows]; s + few.strips <= strip_end; s += few.strips)
+                few.add(p, row, s, begin, end);
+        for (; s < strip_end; ++s)
+            for (int64_t t = 0; t < tiles; ++t) {  // tiles of nearly equal height
+                const int64_t first = row + rows * t / tiles, last = row + rows * (t + 1) / tiles;
+                kOneStrip[last - first].add(p, first, s, begin, end);
             }
     }
 }
@@ -120,6 +127,7 @@ extern "C" void pageframe_linear_bf16(const float* x, const uint16_t* weight, co
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t u = 0; u < groups * row_blocks; ++u) {
         const int64_t block = u / groups, strip = u % groups * kGroup;
-        unit(p, rows * block / row_blocks, rows * (block + 1) / row_blocks, strip, std::min(strips, strip + kGroup));
+        compute_unit(p, rows * block / row_blocks, rows * (block + 1) / row_blocks, strip,
+                     std::min(strips, strip + kGroup));
     }
 }

@@ -23,7 +23,7 @@ def prompts() -> list[list[int]]:
     return exactness.prompt_token_ids(NUM_PROMPTS)
 
 
-@pytest.mark.parametrize("way", exactness.WAYS, ids=lambda way: way.name.replace(" ", "-"))
+@pytest.mark.parametrize("way", exactness.WAYS, ids=lambda way: way.name.replace(",", "").replace(" ", "-"))
 def test_every_token_is_the_oracles_maximum(way: exactness.Way) -> None:
     outcome = exactness.run_way(way, prompts(), NUM_TOKENS)
     assert [len(output) for output in outcome.outputs] == [NUM_TOKENS] * NUM_PROMPTS
@@ -42,7 +42,7 @@ def assert_it_happened(way: exactness.Way, outcome: exactness.Outcome) -> None:
     if way.name == "chunks of 32":
         assert outcome.mixed_steps > 0
         assert outcome.chunked_steps > 0
-    if way.name == "tiny pool":
+    if way.name == "tiny pool, poisoned":
         assert outcome.preemptions > 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -14,15 +15,16 @@ from .cases import Shape, Step, make_case, make_layer
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
+DTYPES = (BF16, FP32, FP16)
+#: Every combination of query group, head_dim and block size, the dtypes in turn.
+COMMON = [
+    Shape(group=group, num_kv_heads=2 if group == 1 else 1, head_dim=head_dim, block_size=block_size, dtype=dtype)
+    for (group, head_dim, block_size), dtype in zip(
+        itertools.product((1, 3, 4, 8), (64, 128), (16, 32)), itertools.cycle(DTYPES), strict=False
+    )
+]
 SHAPES = [
-    Shape(group=1, num_kv_heads=2, head_dim=64, block_size=16, dtype=FP32),
-    Shape(group=3, num_kv_heads=2, head_dim=64, block_size=16, dtype=BF16),
-    Shape(group=4, num_kv_heads=1, head_dim=128, block_size=32, dtype=BF16),
-    Shape(group=8, num_kv_heads=1, head_dim=128, block_size=16, dtype=FP32),
-    Shape(group=3, num_kv_heads=1, head_dim=128, block_size=32, dtype=FP16),
-    Shape(group=8, num_kv_heads=1, head_dim=64, block_size=32, dtype=FP16),
-    Shape(group=1, num_kv_heads=2, head_dim=128, block_size=16, dtype=BF16),
-    Shape(group=4, num_kv_heads=1, head_dim=64, block_size=32, dtype=FP32),
+    *COMMON,
     Shape(group=4, num_kv_heads=1, head_dim=64, block_size=1, dtype=FP32),
     Shape(group=3, num_kv_heads=1, head_dim=64, block_size=256, dtype=BF16),
     Shape(group=3, num_kv_heads=1, head_dim=64, block_size=16, dtype=FP32, softcap=2.0),

@@ -1,0 +1,117 @@
+"""Linear maps on a CPU without bf16 instructions: weights read as bfloat16, products and sums in float32.
+
+Compiled from linear.cpp when first asked for; a machine without a compiler has none, and callers use torch instead.
+Knows nothing of models or layers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from pageframe.kernels.cpu.build import BuildError, load_library
+
+__all__ = ["CpuKernels", "load", "pack_bf16"]
+
+logger = logging.getLogger(__name__)
+
+#: Outputs in a strip of the packed layout; linear.cpp has the same number.
+STRIP = 16
+
+
+class CpuKernels:
+    """The compiled functions. `load` makes the one there is."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._linear_bf16 = library.pageframe_linear_bf16
+        self._linear_bf16.restype = None
+        self._linear_bf16.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 3 + [ctypes.c_int]
+
+    def linear_bf16(
+        self, x: Tensor, packed: Tensor, n: int, bias: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """x @ W.T + bias in float32, on as many threads as torch uses.
+
+        A row's result is the same bits whatever the number of rows and threads.
+
+        Args:
+            x: float32 [rows, k]; copied if it is not contiguous.
+            packed: what `pack_bf16` made of W [n, k].
+            bias: float32 [n], contiguous, or None.
+            out: float32 [rows, n], contiguous, to be overwritten; it shares no memory with the others.
+
+        Returns:
+            float32 [rows, n]: `out` if given.
+
+        Raises:
+            ValueError: a dtype, shape or device is another.
+        """
+        rows, k = x.shape
+        if x.dtype != torch.float32 or not x.is_cpu or packed.shape != (-(-n // STRIP), k, 8, 2):
+            raise ValueError(
+                f"x must be float32 [rows, k] on the CPU and packed what pack_bf16 makes of [{n}, k]; "
+                f"x is {x.dtype} {list(x.shape)} on {x.device}, packed is {list(packed.shape)}"
+            )
+        if out is None:
+            out = x.new_empty(rows, n)
+        _check_contiguous("out", out, (rows, n))
+        if bias is not None:
+            _check_contiguous("bias", bias, (n,))
+        if rows > 0:
+            x = x.contiguous()
+            self._linear_bf16(
+                x.data_ptr(),
+                packed.data_ptr(),
+                None if bias is None else bias.data_ptr(),
+                out.data_ptr(),
+                rows,
+                n,
+                k,
+                torch.get_num_threads(),
+            )
+        return out
+
+
+def pack_bf16(weight: Tensor) -> Tensor:
+    """W's values in the order the kernel reads them.
+
+    Args:
+        weight: bfloat16 [n, k] on the CPU.
+
+    Returns:
+        bfloat16 [ceil(n / 16), k, 8, 2], where [s, i, j, h] is W[16 s + 8 h + j, i], or 0 for an output past the last.
+
+    Raises:
+        ValueError: another dtype, device or number of dimensions.
+    """
+    if weight.dtype != torch.bfloat16 or not weight.is_cpu or weight.dim() != 2:
+        raise ValueError(f"weight must be bfloat16 [n, k] on the CPU; it is {weight.dtype} {list(weight.shape)}")
+    n, k = weight.shape
+    packed = weight.new_zeros(-(-n // STRIP), k, 8, 2)
+    whole = n // STRIP
+    packed[:whole] = weight[: whole * STRIP].view(whole, 2, 8, k).permute(0, 3, 2, 1)
+    for output in range(whole * STRIP, n):
+        half, place = divmod(output % STRIP, 8)
+        packed[whole, :, place, half] = weight[output]
+    return packed
+
+
+@cache
+def load() -> CpuKernels | None:
+    """The compiled kernels, or None, with the reason logged once, where this machine cannot have them."""
+    try:
+        return CpuKernels(load_library())
+    except BuildError as error:
+        logger.warning("no compiled CPU kernels: %s", error)
+        return None
+
+
+def _check_contiguous(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tensor.shape != shape or tensor.dtype != torch.float32 or not tensor.is_cpu or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} must be contiguous float32 {list(shape)} on the CPU; it is {tensor.dtype} {list(tensor.shape)}"
+        )
