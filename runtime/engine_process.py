@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections import deque
 from typing import Any
 
@@ -27,8 +28,10 @@ from pageframe.runtime.request import FinishReason, RequestOutput
 
 logger = logging.getLogger(__name__)
 
-#: A step comes after at most so many messages.
+#: A step comes after at most so many messages, so many answers, and answers for so long.
 MAX_MESSAGES_PER_STEP = 1024
+MAX_ANSWERS_PER_STEP = 8
+MAX_ANSWER_SECONDS = 0.02
 
 
 class EngineLoop:
@@ -72,10 +75,15 @@ class EngineLoop:
         return changed
 
     def _answer_some(self) -> None:
-        """Answer one question between two steps; all of them where no request waits for a step."""
-        count = min(1, len(self._questions)) if self._engine.has_work else len(self._questions)
-        for _ in range(count):
+        """Answer questions between two steps: a few, so that those asked together are answered of one step, but not for
+        long while requests wait for the next."""
+        give_up_at = time.monotonic() + MAX_ANSWER_SECONDS
+        for _ in range(MAX_ANSWERS_PER_STEP if self._engine.has_work else len(self._questions)):
+            if not self._questions:
+                break
             self._send(b"answer", self._answer(self._questions.popleft()))
+            if self._engine.has_work and time.monotonic() > give_up_at:
+                break
 
     def _handle(self, kind: bytes, body: Any) -> bool:
         if kind == b"add":

@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("runtime", "kernels", "api", "benchmarks")
-NOT_SHIPPED = {".pyc"}
+SOURCES = {".py", ".cpp"}
 
 
 def test_the_wheel_holds_every_source_file(tmp_path: Path) -> None:
@@ -30,11 +30,11 @@ def test_the_wheel_holds_every_source_file(tmp_path: Path) -> None:
     subprocess.run([*command, str(tmp_path), str(source)], check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     shipped = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    expected = {
-        f"pageframe/{name}" for name in names if name.split("/")[0] in FOLDERS and name.endswith(".py") and "/" in name
-    }
+    expected = {f"pageframe/{name}" for name in names if name.split("/")[0] in FOLDERS and Path(name).suffix in SOURCES}
     assert expected - shipped == set(), "missing from the wheel"
-    assert {name for name in shipped if name.endswith(".py")} - expected == set(), "in the wheel but not in the tree"
+    assert {name for name in shipped if Path(name).suffix in SOURCES} - expected == set(), (
+        "in the wheel but not in the tree"
+    )
 
 
 def test_kernels_stays_a_namespace_folder() -> None:

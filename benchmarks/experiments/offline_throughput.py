@@ -3,7 +3,7 @@
     python -m pageframe.benchmarks.experiments.offline_throughput [--repeats 3]
 
 They take turns within one run, so that a busy or a throttled moment hits all; the table has the medians. Time is from
-the prompts' token ids to the last token, prefill included, loading not. transformers runs twice, in bf16 and in float32:
+the prompts' token ids to the last token, prefill included, loading not. transformers runs twice, in bf16 and float32:
 on a processor without bf16 arithmetic its bf16 is slow, and Pageframe computes bf16 values in float32, so the float32
 column compares like with like. Beside them stands the floor: output tokens/s if every step did nothing but read the
 bf16 weights and the K/V once, at the read bandwidth that this command measures first.

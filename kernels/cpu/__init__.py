@@ -39,30 +39,26 @@ class CpuKernels:
         A row's result is the same bits whatever the number of rows and threads.
 
         Args:
-            x: float32 [rows, k]; copied if it is not contiguous.
+            x: float32 [rows, k].
             packed: what `pack_bf16` made of W [n, k].
-            bias: float32 [n], contiguous, or None.
-            out: float32 [rows, n], contiguous, to be overwritten; it shares no memory with the others.
+            bias: float32 [n] or None.
+            out: float32 [rows, n] to be overwritten; it shares no memory with the others.
 
         Returns:
             float32 [rows, n]: `out` if given.
 
         Raises:
-            ValueError: a dtype, shape or device is another.
+            ValueError: a tensor has another dtype or shape, is not contiguous or not on the CPU.
         """
         rows, k = x.shape
-        if x.dtype != torch.float32 or not x.is_cpu or packed.shape != (-(-n // STRIP), k, 8, 2):
-            raise ValueError(
-                f"x must be float32 [rows, k] on the CPU and packed what pack_bf16 makes of [{n}, k]; "
-                f"x is {x.dtype} {list(x.shape)} on {x.device}, packed is {list(packed.shape)}"
-            )
+        _check("x", x, torch.float32, (rows, k))
+        _check("packed", packed, torch.bfloat16, (-(-n // STRIP), k, 8, 2))
         if out is None:
             out = x.new_empty(rows, n)
-        _check_contiguous("out", out, (rows, n))
+        _check("out", out, torch.float32, (rows, n))
         if bias is not None:
-            _check_contiguous("bias", bias, (n,))
+            _check("bias", bias, torch.float32, (n,))
         if rows > 0:
-            x = x.contiguous()
             self._linear_bf16(
                 x.data_ptr(),
                 packed.data_ptr(),
@@ -110,8 +106,9 @@ def load() -> CpuKernels | None:
         return None
 
 
-def _check_contiguous(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    if tensor.shape != shape or tensor.dtype != torch.float32 or not tensor.is_cpu or not tensor.is_contiguous():
+def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_cpu or not tensor.is_contiguous():
         raise ValueError(
-            f"{name} must be contiguous float32 {list(shape)} on the CPU; it is {tensor.dtype} {list(tensor.shape)}"
+            f"{name} must be contiguous {dtype} {list(shape)} on the CPU; it is {tensor.dtype} {list(tensor.shape)} "
+            f"with strides {list(tensor.stride())} on {tensor.device}"
         )

@@ -36,7 +36,8 @@ inline int64_t divide_up(int64_t value, int64_t by) { return (value + by - 1) / 
 // second block of depth on, from what the one before left in `out`. Loops over sums must be unrolled: only then does
 // the compiler keep them in registers.
 template <int kRows, int kStrips>
-__attribute__((target("avx2,fma"))) void tile(const Problem& p, int64_t row, int64_t strip, int64_t begin, int64_t end) {
+__attribute__((target("avx2,fma"))) void tile(const Problem& p, int64_t row, int64_t strip, int64_t begin,
+                                              int64_t end) {
     constexpr int64_t kWidth = kStrips * kStrip;
     static const float zeros[kWidth] = {};
     const int64_t column = strip * kStrip;
@@ -49,7 +50,8 @@ __attribute__((target("avx2,fma"))) void tile(const Problem& p, int64_t row, int
     float edge[kRows * kWidth];
     if (width < kWidth) {  // the last strip has sums that are of no output
         std::fill(edge, edge + kRows * kWidth, 0.0f);
-        for (int r = 0; r < kRows; ++r) std::copy(from + r * from_stride, from + r * from_stride + width, edge + r * kWidth);
+        for (int r = 0; r < kRows; ++r)
+            std::copy(from + r * from_stride, from + r * from_stride + width, edge + r * kWidth);
         from = to = edge;
         from_stride = to_stride = kWidth;
     }

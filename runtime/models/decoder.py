@@ -14,7 +14,7 @@ from torch import Tensor
 from pageframe.kernels.attention import AttentionPlan, Backend
 from pageframe.runtime.config import ModelConfig
 from pageframe.runtime.models.layers import LayerWeights, RotaryTable, decoder_layer
-from pageframe.runtime.models.weights import DenseWeight, RmsNorm, Weight
+from pageframe.runtime.models.weights import RmsNorm, Weight, make_weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +22,10 @@ class DecoderWeights:
     """Everything a decoder holds.
 
     Args:
-        embedding: [vocab_size, hidden_size], in the dtype of the hidden states.
+        embedding: [vocab_size, hidden_size], in the storage dtype.
         final_norm: over hidden_size.
         output: hidden_size -> vocab_size.
+        compute_dtype: the dtype of the hidden states.
         rope_factors: [head_dim / 2] divisors of the rotary frequencies, or None.
     """
 
@@ -32,6 +33,7 @@ class DecoderWeights:
     layers: Sequence[LayerWeights]
     final_norm: RmsNorm
     output: Weight
+    compute_dtype: torch.dtype
     rope_factors: Tensor | None = None
 
 
@@ -65,11 +67,11 @@ class Decoder:
 
         def normal(*shape: int, scale: float, mean: float = 0.0) -> Tensor:
             values = torch.empty(shape, device=device).normal_(mean, scale, generator=generator)
-            return values.to(storage_dtype).to(compute_dtype)
+            return values.to(storage_dtype)
 
-        def dense(out_features: int, in_features: int, bias: bool = False) -> DenseWeight:
+        def dense(out_features: int, in_features: int, bias: bool = False) -> Weight:
             values = normal(out_features, in_features, scale=in_features**-0.5)
-            return DenseWeight(values, normal(out_features, scale=0.1) if bias else None)
+            return make_weight(values, normal(out_features, scale=0.1) if bias else None, compute_dtype)
 
         def norm(*shape: int) -> RmsNorm:
             return RmsNorm(normal(*shape, scale=0.1, mean=1.0), config.norm_eps)
@@ -91,8 +93,8 @@ class Decoder:
         embedding = normal(config.vocab_size, config.hidden_size, scale=1.0)
         layers = [layer(window) for window in config.windows or (None,) * config.num_layers]
         tied = config.tie_word_embeddings
-        output = DenseWeight(embedding) if tied else dense(config.vocab_size, config.hidden_size)
-        return cls(config, DecoderWeights(embedding, layers, norm(config.hidden_size), output))
+        output = make_weight(embedding, None, compute_dtype) if tied else dense(config.vocab_size, config.hidden_size)
+        return cls(config, DecoderWeights(embedding, layers, norm(config.hidden_size), output, compute_dtype))
 
     def forward(
         self,
@@ -117,7 +119,7 @@ class Decoder:
             [num_tokens, hidden_size], before the final norm.
         """
         rotation = self._rotary.at(positions)
-        hidden = self._weights.embedding.index_select(0, token_ids)
+        hidden = self._weights.embedding.index_select(0, token_ids).to(self._weights.compute_dtype)
         for layer, kv_cache in zip(self._weights.layers, kv_caches, strict=True):
             decoder_layer(hidden, layer, self.config, rotation, kv_cache, slots, plan, backend)
         return hidden

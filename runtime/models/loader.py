@@ -23,7 +23,7 @@ from pageframe.runtime.models.families import GGUF_ROPE_FACTORS, family_named, g
 from pageframe.runtime.models.gguf import GgufFile
 from pageframe.runtime.models.layers import LayerWeights
 from pageframe.runtime.models.source import ModelSource, one_line
-from pageframe.runtime.models.weights import DenseWeight, RmsNorm
+from pageframe.runtime.models.weights import RmsNorm, Weight, make_weight
 
 Progress = Callable[[int, int], None]
 
@@ -45,8 +45,8 @@ def load_decoder(
     Args:
         config: what `load_model_config(source)` gave; its max_position may be changed.
         storage_dtype: what the matrices' values are rounded to.
-        compute_dtype: what they are held in, and what the arithmetic and the hidden states use. With bfloat16 storage
-            and float32 arithmetic the values are bfloat16's, held as float32.
+        compute_dtype: what the arithmetic and the hidden states use; how the values are held for it is `make_weight`'s
+            choice.
         progress: called as (tensors done, tensors in all) after each tensor.
 
     Raises:
@@ -105,21 +105,21 @@ class _Reader:
     ) -> None:
         self._store = store
         self._storage_dtype = storage_dtype
-        self._compute_dtype = compute_dtype
+        self.compute_dtype = compute_dtype
         self._device = device
         self._progress = progress
         self._left = {name for name in store.stored_names() if not is_ignored(name)}
         self._total = len(self._left)
 
     def matrix(self, names: Iterable[str], rows: Iterable[int], columns: int) -> Tensor:
-        """Tensors of `rows` x `columns` one below the other: rounded to the storage dtype, in the compute dtype."""
+        """Tensors of `rows` x `columns` one below the other: in the storage dtype."""
         parts = list(zip(names, rows, strict=True))
         for name, size in parts:
             self._check(name, (size, columns))
-        whole = torch.empty(sum(size for _, size in parts), columns, dtype=self._compute_dtype, device=self._device)
+        whole = torch.empty(sum(size for _, size in parts), columns, dtype=self._storage_dtype, device=self._device)
         start = 0
         for name, size in parts:
-            whole[start : start + size] = self._read(name, (size, columns)).to(self._storage_dtype)
+            whole[start : start + size] = self._read(name, (size, columns))
             start += size
         return whole
 
@@ -127,13 +127,17 @@ class _Reader:
         """A norm's weight or a bias, float32: few values, so they are not rounded to the storage dtype."""
         return self._read(name, (size,)).to(self._device, torch.float32, copy=True)
 
-    def dense(self, names: str, bias: bool, layer: int, out_features: Sequence[int], in_features: int) -> DenseWeight:
+    def dense(self, names: str, bias: bool, layer: int, out_features: Sequence[int], in_features: int) -> Weight:
         """The fused weight of the matrices `names` (space between them) of a layer."""
         full_names = [f"layers.{layer}.{name}" for name in names.split()]
         weight = self.matrix([f"{name}.weight" for name in full_names], out_features, in_features)
         parts = zip(full_names, out_features, strict=True) if bias else ()
         biases = [self.vector(f"{name}.bias", size) for name, size in parts]
-        return DenseWeight(weight, torch.cat(biases).to(self._compute_dtype) if biases else None)
+        return self.weight(weight, torch.cat(biases) if biases else None)
+
+    def weight(self, values: Tensor, bias: Tensor | None = None) -> Weight:
+        """The weight of a matrix that was read."""
+        return make_weight(values, bias, self.compute_dtype)
 
     def rope_factors(self, size: int) -> Tensor | None:
         """The file's divisors of the rotary frequencies, float32 on the CPU, or None."""
@@ -189,11 +193,11 @@ def _read_weights(reader: _Reader, config: ModelConfig) -> DecoderWeights:
     if config.tie_word_embeddings:
         # On a CPU this is a second copy, in the packed layout: looking a row up needs the plain one, and the
         # final projection is a tenth of a decode step or more, which the packed one makes clearly faster.
-        output = DenseWeight(embedding)
+        output = reader.weight(embedding)
         reader.drop("output.weight")
     else:
-        output = DenseWeight(reader.matrix(["output.weight"], [vocab_size], hidden_size))
-    return DecoderWeights(embedding, layers, final_norm, output, rope_factors)
+        output = reader.weight(reader.matrix(["output.weight"], [vocab_size], hidden_size))
+    return DecoderWeights(embedding, layers, final_norm, output, reader.compute_dtype, rope_factors)
 
 
 def _read_layer(reader: _Reader, config: ModelConfig, layer: int, window: int | None) -> LayerWeights:

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pageframe.kernels import cpu as cpu_kernels
+
 #: The number of rows oneDNN is told to pack for. One layout serves every row count, so the arithmetic is one.
 _PACK_ROWS = 32
 
@@ -51,6 +53,48 @@ class DenseWeight:
         if self._packed:
             return _packed_linear(x, self._weight, self._bias)
         return F.linear(x, self._weight, self._bias)
+
+
+class Bf16Weight:
+    """bfloat16 values, 2 bytes each, with products and sums in float32: for a CPU without bfloat16 arithmetic.
+
+    A row's result is the same bits for any number of rows and threads.
+
+    Args:
+        weight: bfloat16 [out_features, in_features] on the CPU.
+        bias: float32 [out_features] or None.
+        kernels: what `pageframe.kernels.cpu.load` gave.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, kernels: cpu_kernels.CpuKernels) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._bias = bias
+        self._packed = cpu_kernels.pack_bf16(weight)
+        self._linear = kernels.linear_bf16
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._linear(x.contiguous(), self._packed, self.out_features, self._bias)
+
+
+def make_weight(values: Tensor, bias: Tensor | None, compute_dtype: torch.dtype) -> Weight:
+    """The weight for stored values and an arithmetic.
+
+    Args:
+        values: [out_features, in_features] in the storage dtype, on the device of the arithmetic.
+        bias: [out_features] of any floating dtype, or None.
+        compute_dtype: what products are computed in and what the weight is applied to.
+    """
+    bias = None if bias is None else bias.to(compute_dtype)
+    kernels = compiled_kernels(values.dtype, compute_dtype, values.device)
+    return DenseWeight(values.to(compute_dtype), bias) if kernels is None else Bf16Weight(values, bias, kernels)
+
+
+def compiled_kernels(
+    storage_dtype: torch.dtype, compute_dtype: torch.dtype, device: torch.device
+) -> cpu_kernels.CpuKernels | None:
+    """The compiled kernels where weights of this kind use them and this machine has them; compiles at the first call."""
+    wanted = (storage_dtype, compute_dtype, device.type) == (torch.bfloat16, torch.float32, "cpu")
+    return cpu_kernels.load() if wanted else None
 
 
 class RmsNorm:
