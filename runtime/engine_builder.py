@@ -18,6 +18,7 @@ from pageframe.runtime.model_runner import ModelRunner
 from pageframe.runtime.models.config import load_model_config
 from pageframe.runtime.models.loader import load_decoder
 from pageframe.runtime.models.source import resolve_source, verify_default_model
+from pageframe.runtime.models.weights import compiled_kernels
 from pageframe.runtime.sampler import Sampler
 
 Progress = Callable[[int, int], None]
@@ -122,9 +123,12 @@ def _arithmetic(config: EngineConfig) -> Arithmetic:
     device = torch.device("cuda" if has_cuda and config.device != "cpu" else "cpu")
     storage = TORCH_DTYPES[config.dtype]
     if storage is torch.bfloat16 and device.type == "cpu" and not _cpu_multiplies_bf16():
-        note = (
-            "this processor has no bf16 arithmetic: weights and K/V are bf16 values, but products run in float32, so "
-            "weights take 4 bytes each"
+        compiled = compiled_kernels(storage, torch.float32, device) is not None
+        note = "this processor has no bf16 arithmetic: " + (
+            "products read bf16 weights and K/V and add in float32"
+            if compiled
+            else "weights and K/V are bf16 values, but products run in float32 and weights take 4 bytes each, since "
+            "there are no compiled kernels (the log says why; most often there is no C++ compiler)"
         )
         return Arithmetic(device, storage, torch.float32, (note,))
     return Arithmetic(device, storage, storage, ())

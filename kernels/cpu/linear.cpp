@@ -64,7 +64,9 @@ __attribute__((target("avx2,fma"))) void tile(const Problem& p, int64_t row, int
 
     const __m256i high_half = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
     const uint16_t* weight = p.weight + column * p.k;
-    const float* x = p.x + row * p.k;
+    const float* x[kRows];
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) x[r] = p.x + (row + r) * p.k;
     for (int64_t d = begin; d < end; ++d) {
 #pragma GCC unroll 8
         for (int s = 0; s < kStrips; ++s) {
@@ -75,7 +77,7 @@ __attribute__((target("avx2,fma"))) void tile(const Problem& p, int64_t row, int
             const __m256 high = _mm256_castsi256_ps(_mm256_and_si256(pairs, high_half));
 #pragma GCC unroll 8
             for (int r = 0; r < kRows; ++r) {
-                const __m256 activation = _mm256_broadcast_ss(x + r * p.k + d);
+                const __m256 activation = _mm256_broadcast_ss(x[r] + d);
                 sums[r][2 * s] = _mm256_fmadd_ps(activation, low, sums[r][2 * s]);
                 sums[r][2 * s + 1] = _mm256_fmadd_ps(activation, high, sums[r][2 * s + 1]);
             }

@@ -92,7 +92,7 @@ def make_weight(values: Tensor, bias: Tensor | None, compute_dtype: torch.dtype)
 def compiled_kernels(
     storage_dtype: torch.dtype, compute_dtype: torch.dtype, device: torch.device
 ) -> cpu_kernels.CpuKernels | None:
-    """The compiled kernels where weights of this kind use them and this machine has them; compiles at the first call."""
+    """The compiled kernels, where weights of this kind use them and this machine has them."""
     wanted = (storage_dtype, compute_dtype, device.type) == (torch.bfloat16, torch.float32, "cpu")
     return cpu_kernels.load() if wanted else None
 
