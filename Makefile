@@ -23,10 +23,10 @@ serve: $(VENV)/.ready-serve
 	@exec $(BIN)/pageframe serve $(ARGS)
 
 test: $(VENV)/.ready-test check
-	$(BIN)/python -m pytest -m "not long" $(ARGS)
+	$(BIN)/pytest -m "not long" $(ARGS)
 
 test-long: $(VENV)/.ready-test
-	$(BIN)/python -m pytest -m long $(ARGS)
+	$(BIN)/pytest -m long $(ARGS)
 
 check: $(VENV)/.ready-test
 	$(BIN)/ruff check .

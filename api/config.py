@@ -10,6 +10,7 @@ from pageframe.runtime.errors import ConfigError
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 MAX_PORT = 65535
+MAX_BODY_BYTES = 2**31
 MAX_DRAIN_TIMEOUT = 3600.0
 
 
@@ -37,8 +38,10 @@ class ServerConfig:
             raise ConfigError(f"port is {self.port}; it must be from 0 to {MAX_PORT}")
         if self.served_model_name is not None and not self.served_model_name.strip():
             raise ConfigError(f"served_model_name is {self.served_model_name!r}; it must have a visible character")
-        if self.max_body_bytes < 1:
-            raise ConfigError(f"max_body_bytes is {self.max_body_bytes}; it must be at least 1")
+        if self.served_model_name is not None and not self.served_model_name.isprintable():
+            raise ConfigError(f"served_model_name is {self.served_model_name!r}; it must be printable text")
+        if not 1 <= self.max_body_bytes <= MAX_BODY_BYTES:
+            raise ConfigError(f"max_body_bytes is {self.max_body_bytes}; it must be from 1 to {MAX_BODY_BYTES}")
         if not math.isfinite(self.drain_timeout) or not 0 <= self.drain_timeout <= MAX_DRAIN_TIMEOUT:
             raise ConfigError(f"drain_timeout is {self.drain_timeout:g}; it must be from 0 to {MAX_DRAIN_TIMEOUT:g}")
         if self.log_level not in LOG_LEVELS:

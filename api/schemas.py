@@ -7,6 +7,7 @@ types and what the engine never sees. Knows nothing of what a field does.
 from __future__ import annotations
 
 import json
+from collections.abc import Container, Iterable
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -15,7 +16,7 @@ from pageframe.api.errors import shorten
 from pageframe.api.messages import check_messages
 from pageframe.api.middleware import REQUEST_ID_RULE, is_request_id
 from pageframe.runtime.errors import InvalidRequestError
-from pageframe.runtime.request import MAX_LOGPROBS
+from pageframe.runtime.request import MAX_LOGPROBS, MAX_STOP_IDS
 
 MIN_INT64, MAX_INT64 = -(2**63), 2**63 - 1
 #: A template's own parameters that a request may not set through chat_template_kwargs.
@@ -98,6 +99,29 @@ def _check_ids(field: str, value: object, kind: str = "a list of token ids") -> 
     return value
 
 
+def _check_stop_ids(value: object) -> list[int]:
+    """Checked here, in front of the items: a list of a million wrong ones is refused at the first."""
+    if isinstance(value, list) and len(value) > MAX_STOP_IDS:
+        raise InvalidRequestError(
+            f"stop_token_ids has {len(value)} ids; at most {MAX_STOP_IDS} are allowed", param="stop_token_ids"
+        )
+    return _check_ids("stop_token_ids", value)
+
+
+def _refuse_unknown(names: Iterable[str], known: Container[str], prefix: str = "") -> None:
+    """Stops at the first name that is not known."""
+    for name in names:
+        if name not in known:
+            path = f"{prefix}{name}"[:200]
+            raise InvalidRequestError(f"{path} is not a known field", param=path, code="unknown_field")
+
+
+def _check_stream_options(value: object) -> object:
+    if isinstance(value, dict):
+        _refuse_unknown(value, StreamOptions.model_fields, "stream_options.")
+    return value
+
+
 def _check_request_id(value: object) -> str | None:
     if value is not None and not (isinstance(value, str) and is_request_id(value)):
         raise InvalidRequestError(
@@ -156,12 +180,12 @@ class GenerationBody(Body):
     min_p: float | None = None
     seed: Int64 | None = None
     stop: Annotated[tuple[str, ...], BeforeValidator(_check_stop)] = ()
-    stop_token_ids: list[Int64] | None = None
+    stop_token_ids: Annotated[list[int], BeforeValidator(_check_stop_ids)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: Annotated[StreamOptions | None, BeforeValidator(_check_stream_options)] = None
     user: str | None = None
     request_id: Annotated[str | None, BeforeValidator(_check_request_id)] = None
     return_token_ids: bool | None = None
@@ -219,6 +243,7 @@ def check_body(kind: type[BodyT], content: dict[str, Any]) -> BodyT:
             _check_neutral(name, value, kind.not_built[name])
         elif name not in kind.ignored:
             fields[name] = value
+    _refuse_unknown(fields, kind.model_fields)
     try:
         return kind.model_validate(fields)
     except ValidationError as error:

@@ -13,6 +13,16 @@ DTYPES = ("bf16", "float32")
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "reference", "triton")
 MAX_BLOCK_SIZE = 256
+#: Of the other numbers: from, to. The upper ends are far beyond any machine; they keep arithmetic and arrays sound.
+LIMITS = {
+    "num_blocks": (1, 2**31 - 1),
+    "kv_memory": (1, 2**60),
+    "max_model_len": (1, 2**31 - 1),
+    "max_num_requests": (1, 65_536),
+    "max_num_batched_tokens": (1, 2**24),
+    "seed": (-(2**63), 2**63 - 1),
+    "threads": (1, 1024),
+}
 
 
 def flag(default: Any, help: str, *, unit: str = "", choices: tuple[str, ...] = ()) -> Any:
@@ -60,12 +70,10 @@ class EngineConfig:
         size = self.block_size
         if not 1 <= size <= MAX_BLOCK_SIZE or size & (size - 1):
             raise ConfigError(f"block_size is {size}; it must be a power of two from 1 to {MAX_BLOCK_SIZE}")
-        for name in ("num_blocks", "kv_memory", "max_model_len", "threads"):
+        for name, (low, high) in LIMITS.items():
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; it must be at least 1")
-        if self.max_num_requests < 1:
-            raise ConfigError(f"max_num_requests is {self.max_num_requests}; it must be at least 1")
+            if value is not None and not low <= value <= high:
+                raise ConfigError(f"{name} is {value}; it must be from {low} to {high}")
         if self.max_num_batched_tokens < self.max_num_requests:
             raise ConfigError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least max_num_requests "

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import shutil
 import sys
 import tempfile
@@ -101,7 +102,7 @@ class EngineClient:
             StartupError: it cannot start; the message is one clear line.
         """
         folder = tempfile.mkdtemp(prefix="pageframe-")
-        if len(folder) > MAX_SOCKET_PATH - len("/engine"):
+        if len(os.fsencode(folder)) > MAX_SOCKET_PATH - len("/engine"):
             shutil.rmtree(folder)
             folder = tempfile.mkdtemp(prefix="pageframe-", dir="/tmp")
         address = f"ipc://{folder}/engine"
@@ -111,16 +112,19 @@ class EngineClient:
         socket.bind(address)
         process = await asyncio.create_subprocess_exec(
             sys.executable,
+            "-P",  # what lies in the current folder is not the engine's to import
             "-m",
             "pageframe.runtime.engine_process",
             address,
             log_level.upper(),
             stdin=asyncio.subprocess.PIPE,
         )
+        # Not awaited: it waits for a peer, and a process that ends before it connects never is one.
+        sending = asyncio.ensure_future(socket.send_multipart(messages.encode(b"start", config)))
         try:
-            await socket.send_multipart(messages.encode(b"start", config))
             resolved = await _wait_until_ready(process, socket, progress)
         except BaseException:
+            sending.cancel()
             await _end_process(process)
             socket.close(linger=0)
             shutil.rmtree(folder, ignore_errors=True)

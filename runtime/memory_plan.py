@@ -27,6 +27,9 @@ POOL_SHARE = 0.5
 #: A context holds at least one token of the prompt and one of the answer.
 MIN_MODEL_LEN = 2
 
+#: No machine has as much memory.
+MAX_BYTES = 2**60
+
 _UNITS = {"": 1, "b": 1, "kib": 1024, "mib": 1024**2, "gib": GIB, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
@@ -39,7 +42,10 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if match is None or match.group(2).lower() not in _UNITS:
         raise ConfigError(f"{text!r} is not a size; write bytes, or a number with KiB, MiB, GiB, KB, MB or GB")
-    return int(float(match.group(1)) * _UNITS[match.group(2).lower()])
+    size = float(match.group(1)) * _UNITS[match.group(2).lower()]
+    if size > MAX_BYTES:
+        raise ConfigError(f"{text[:40]!r} is too large a size; at most {MAX_BYTES} bytes")
+    return int(size)
 
 
 def format_bytes(count: float) -> str:
@@ -154,8 +160,11 @@ def check_model_len(config: EngineConfig, model: ModelConfig) -> None:
     """What can be said before the weights are loaded.
 
     Raises:
-        ConfigError: max_model_len is beyond the model's positions.
+        ConfigError: max_model_len is beyond the model's positions, or too short to serve anything.
     """
+    wanted_len = config.max_model_len or model.max_position
+    if wanted_len < MIN_MODEL_LEN:
+        raise ConfigError(f"max_model_len is {wanted_len}; it must be at least {MIN_MODEL_LEN}")
     if config.max_model_len is not None and config.max_model_len > model.max_position:
         raise ConfigError(
             f"max_model_len is {config.max_model_len}; this model's positions end at {model.max_position}"

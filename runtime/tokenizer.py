@@ -318,7 +318,7 @@ def _tokenizer_of_gguf(file: GgufFile) -> Tokenizer:
     kind, pre = get("model"), get("pre")
     if kind != "gpt2":
         raise ModelError(f"{file.path}: tokenizer.ggml.model is {kind!r}; supported is gpt2 (byte-level BPE)")
-    if pre not in _SPLITTINGS:
+    if not isinstance(pre, str) or pre not in _SPLITTINGS:
         raise ModelError(f"{file.path}: tokenizer.ggml.pre is {pre!r}; supported are {', '.join(_SPLITTINGS)}")
     splitting = _SPLITTINGS[pre]
     tokens, types, merges = (_string_list(file, "tokens"), get("token_type"), _string_list(file, "merges"))

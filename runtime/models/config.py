@@ -74,7 +74,7 @@ def sampling_defaults(source: ModelSource) -> dict[str, float | int]:
         value = values.get(key)
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not _is_finite(value):
             raise ModelError(f"{path}: {key} is {value!r}; it must be a number")
         defaults[key] = kind(value)
     return defaults
@@ -97,6 +97,14 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelError(f"{path}: holds no JSON object")
     return value
+
+
+def _is_finite(value: float) -> bool:
+    """Whether a float can hold it: JSON's integers may have any number of digits."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 class _Keys:
@@ -124,7 +132,7 @@ class _Keys:
         value = self.get(key)
         if value is None and default is not None:
             return default
-        if type(value) not in (int, float) or not (math.isfinite(value) and value > 0):
+        if type(value) not in (int, float) or not (_is_finite(value) and value > 0):
             self.fail(key, value, "it must be a positive number")
         return float(value)
 

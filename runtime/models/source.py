@@ -53,7 +53,13 @@ def resolve_source(model: str) -> ModelSource:
     """
     if model == DEFAULT_MODEL:
         return ModelSource("gguf", default_model_path(), DEFAULT_MODEL_NAME)
-    path = Path(model).expanduser()
+    try:
+        path = Path(model).expanduser()
+        path.stat()
+    except FileNotFoundError:
+        pass
+    except (OSError, RuntimeError, ValueError) as error:  # no such user, a name too long, a NUL byte
+        raise ModelError(f"model {model[:100]!r} is no usable path: {error}") from error
     if path.is_dir():
         return _folder_source(path, path.resolve().name)
     if path.is_file():

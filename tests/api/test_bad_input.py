@@ -46,7 +46,7 @@ GENERATION_RULES: list[tuple[dict[str, Any], str, list[str]]] = [
     ({"stop": ["a", None]}, "stop", ["a list of 2", "a list of strings"]),
     ({"stop_token_ids": [VOCAB_SIZE]}, "stop_token_ids", [str(VOCAB_SIZE), "below"]),
     ({"stop_token_ids": [-1]}, "stop_token_ids", ["-1", "at least 0"]),
-    ({"stop_token_ids": [True]}, "stop_token_ids[0]", ["true", "an integer"]),
+    ({"stop_token_ids": [True]}, "stop_token_ids", ["stop_token_ids[0]", "true", "an integer"]),
     ({"ignore_eos": 1}, "ignore_eos", ["1", "true or false"]),
     ({"skip_special_tokens": "no"}, "skip_special_tokens", ['"no"', "true or false"]),
     ({"stream": "true"}, "stream", ['"true"', "true or false"]),

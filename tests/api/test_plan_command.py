@@ -149,7 +149,7 @@ def test_a_pool_for_another_machine_is_planned_and_said_to_be_one(
         (["--max-model-len", "5000"], "max_model_len is 5000; this model's positions end at 4096"),
         (["--num-blocks", "2", "--max-model-len", "40"], "the pool of 2 blocks of 16 holds 32 tokens"),
         (["--num-blocks", "1", "--block-size", "1"], "the pool of 1 blocks of 1 holds 1 tokens"),
-        (["--max-num-requests", "0"], "max_num_requests is 0; it must be at least 1"),
+        (["--max-num-requests", "0"], "max_num_requests is 0; it must be from 1 to 65536"),
     ],
 )
 def test_bad_input_is_one_line_on_stderr(

@@ -228,7 +228,7 @@ def test_counters_and_histograms_count_what_was_served(start: Start) -> None:
         ("port", -1, "port is -1; it must be from 0 to 65535"),
         ("port", 65536, "port is 65536; it must be from 0 to 65535"),
         ("served_model_name", " ", "served_model_name is ' '"),
-        ("max_body_bytes", 0, "max_body_bytes is 0; it must be at least 1"),
+        ("max_body_bytes", 0, "max_body_bytes is 0; it must be from 1 to 2147483648"),
         ("drain_timeout", -1.0, "drain_timeout is -1; it must be from 0 to 3600"),
         ("drain_timeout", float("nan"), "drain_timeout is nan"),
         ("log_level", "loud", "log_level is 'loud'; it must be one of debug, info, warning, error"),

@@ -180,3 +180,13 @@ def test_damaged_model_files_are_one_line(tmp_path: Path) -> None:
     assert str(truncated) in fails_with_one_line("--port", "0", "--model", str(truncated))
     (tmp_path / "empty").mkdir()
     assert "config.json" in fails_with_one_line("--port", "0", "--model", str(tmp_path / "empty"))
+
+
+def test_what_lies_in_the_current_folder_is_not_imported(tmp_path: Path) -> None:
+    """A model's folder may hold Python files; serving from it must not run them, nor fail over their names."""
+    (tmp_path / "json.py").write_text("raise SystemExit(1)")
+    (tmp_path / "random.py").write_text("raise SystemExit(1)")
+    command = [str(Path(sys.executable).parent / "pageframe"), "serve", "--port", "0", "--model", "/nowhere.gguf"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "/nowhere.gguf" in done.stderr
