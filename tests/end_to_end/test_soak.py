@@ -12,7 +12,7 @@ from pageframe.benchmarks.experiments.server_process import running_server
 
 @pytest.mark.long
 def test_mixed_requests_a_fifth_of_them_cancelled_leave_nothing_behind() -> None:
-    with running_server() as server:
+    with running_server("--kv-memory", soak.SOAK_POOL) as server:
         samples, endings, used = asyncio.run(soak.drive(server, requests=300, concurrency=16))
     assert endings == {"finished": 240, "cancelled": 60}
     assert soak.report(samples, endings, used)
