@@ -23,7 +23,7 @@ from pageframe.runtime.models.families import GGUF_ROPE_FACTORS, family_named, g
 from pageframe.runtime.models.gguf import GgufFile
 from pageframe.runtime.models.layers import LayerWeights
 from pageframe.runtime.models.source import ModelSource, one_line
-from pageframe.runtime.models.weights import RmsNorm, Weight, make_weight
+from pageframe.runtime.models.weights import RmsNorm, Weight, make_weight, meet_usual_rows
 
 Progress = Callable[[int, int], None]
 
@@ -59,7 +59,8 @@ def load_decoder(
         with torch.inference_mode(), _one_thread():
             weights = _read_weights(reader, config)
             reader.refuse_leftovers()
-            return Decoder(config, weights)
+        meet_usual_rows()
+        return Decoder(config, weights)
     except RuntimeError as error:
         if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
             raise MemoryPlanError(f"{source.path}: the weights do not fit in the memory of {device}") from error

@@ -18,6 +18,13 @@ from pageframe.kernels import cpu as cpu_kernels
 
 #: The number of rows oneDNN is told to pack for. One layout serves every row count, so the arithmetic is one.
 _PACK_ROWS = 32
+#: oneDNN compiles code for every number of rows it meets and keeps it, more than a megabyte for each: an engine that
+#: meets all up to its token budget grows by hundreds. So rows are filled up to a multiple: (up to so many, of what),
+#: and one weight of each shape meets the usual numbers of rows at start.
+_ROW_MULTIPLES = ((8, 1), (64, 8), (128, 16), (1 << 30, 32))
+_USUAL_ROWS = (*range(1, 9), *range(16, 65, 8), *range(80, 129, 16), *range(160, 513, 32))
+#: Results beyond this size are rare, and take too long at start.
+_MAX_USUAL_RESULT = 1 << 22
 
 
 class Weight(Protocol):
@@ -48,11 +55,26 @@ class DenseWeight:
         self._bias = bias
         self._packed = weight.device.type == "cpu" and can_pack(weight.dtype)
         self._weight = _pack(weight) if self._packed else weight
+        if self._packed:
+            _first_of_shape.setdefault((self.out_features, self.in_features, weight.dtype), self)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._packed:
             return _packed_linear(x, self._weight, self._bias)
         return F.linear(x, self._weight, self._bias)
+
+
+#: By (out_features, in_features, dtype), until they have met the usual numbers of rows.
+_first_of_shape: dict[tuple[int, int, torch.dtype], DenseWeight] = {}
+
+
+def meet_usual_rows() -> None:
+    """Have oneDNN compile what the weights made since the last call will need, for as many threads as are set now."""
+    for (out_features, in_features, dtype), weight in _first_of_shape.items():
+        for rows in _USUAL_ROWS:
+            if rows * out_features <= _MAX_USUAL_RESULT:
+                weight(torch.zeros(rows, in_features, dtype=dtype))
+    _first_of_shape.clear()
 
 
 class Bf16Weight:
@@ -144,6 +166,13 @@ def _pack(weight: Tensor) -> Tensor:
     return packed
 
 
+def _fill_up(x: Tensor) -> Tensor:
+    """x [rows, size] with rows of zeros behind it."""
+    multiple = next(multiple for limit, multiple in _ROW_MULTIPLES if x.shape[0] <= limit)
+    missing = -x.shape[0] % multiple
+    return F.pad(x, (0, 0, 0, missing)) if missing else x
+
+
 def _packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    result: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-    return result
+    result: Tensor = torch.ops.mkldnn._linear_pointwise(_fill_up(x), packed, bias, "none", [], "")
+    return result[: x.shape[0]]
