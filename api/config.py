@@ -12,6 +12,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 MAX_PORT = 65535
 MAX_BODY_BYTES = 2**31
 MAX_DRAIN_TIMEOUT = 3600.0
+MAX_MAX_QUEUE = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class ServerConfig:
     host: str = flag("127.0.0.1", "address to listen on; 0.0.0.0 is every IPv4 address of the machine", unit="address")
     port: int = flag(8000, "port to listen on; 0 takes a free one", unit="port")
     served_model_name: str | None = flag(None, "the model's name in the API; default: its own name", unit="name")
+    max_queue: int = flag(1024, "most requests that wait to run; further ones are refused with 429", unit="requests")
     max_body_bytes: int = flag(16 * 1024**2, "largest request body", unit="bytes")
     drain_timeout: float = flag(
         30.0, "after SIGTERM or Ctrl-C, how long running requests may go on before they are cut off", unit="seconds"
@@ -40,6 +42,8 @@ class ServerConfig:
             raise ConfigError(f"served_model_name is {self.served_model_name!r}; it must have a visible character")
         if self.served_model_name is not None and not self.served_model_name.isprintable():
             raise ConfigError(f"served_model_name is {self.served_model_name!r}; it must be printable text")
+        if not 0 <= self.max_queue <= MAX_MAX_QUEUE:
+            raise ConfigError(f"max_queue is {self.max_queue}; it must be from 0 to {MAX_MAX_QUEUE}")
         if not 1 <= self.max_body_bytes <= MAX_BODY_BYTES:
             raise ConfigError(f"max_body_bytes is {self.max_body_bytes}; it must be from 1 to {MAX_BODY_BYTES}")
         if not math.isfinite(self.drain_timeout) or not 0 <= self.drain_timeout <= MAX_DRAIN_TIMEOUT:

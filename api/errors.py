@@ -20,6 +20,8 @@ from pageframe.runtime.errors import (
 )
 
 RETRY_AFTER_SECONDS = 5
+#: A place in the queue becomes free sooner than a model loads or a server restarts.
+QUEUE_RETRY_AFTER_SECONDS = 1
 MAX_SHOWN = 60
 INTERNAL_MESSAGE = "the server failed on this request; its log says how"
 _BITS_PER_DIGIT = 3.3219
@@ -71,6 +73,12 @@ def unavailable(message: str, *, code: str, retry: bool) -> ApiError:
 def engine_dead() -> ApiError:
     """The answer to a request that comes after the engine process has ended."""
     return unavailable("the engine has ended and serves no more requests", code="engine_dead", retry=False)
+
+
+def queue_full(message: str) -> ApiError:
+    """429: more requests wait than may."""
+    headers = {"retry-after": str(QUEUE_RETRY_AFTER_SECONDS)}
+    return ApiError(429, message, kind="rate_limit_error", code="queue_full", headers=headers)
 
 
 def shutting_down() -> ApiError:

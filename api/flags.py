@@ -24,6 +24,15 @@ def add_flags(parser: argparse.ArgumentParser, config_type: type[DataclassInstan
     hints = get_type_hints(config_type)
     for field in dataclasses.fields(config_type):
         unit = field.metadata["unit"]
+        if hints[field.name] is bool:
+            group.add_argument(
+                "--" + field.name.replace("_", "-"),
+                dest=field.name,
+                action=argparse.BooleanOptionalAction,
+                default=argparse.SUPPRESS,
+                help=_help(field),
+            )
+            continue
         group.add_argument(
             "--" + field.name.replace("_", "-"),
             dest=field.name,

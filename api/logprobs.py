@@ -30,7 +30,7 @@ def chat_logprobs(piece: Piece, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 class CompletionLogprobs:
-    """The legacy shape, which also says where in the text each token begins. One per answer: offsets go on.
+    """The legacy shape, which also says where in the text each token begins. One per choice: offsets go on.
 
     Args:
         skips_special: special tokens have no text.

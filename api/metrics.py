@@ -39,9 +39,10 @@ class Metrics:
         self._model_name = model_name
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that got their first token.")
         self._generation_tokens = self._counter("generation_tokens", "Output tokens.")
+        self._num_refused = self._counter("num_refused", "Requests refused because the queue was full.")
         finished = Counter(
             f"{PREFIX}request_success",
-            "Requests that ended, by how.",
+            "Choices that ended, by how.",
             ["model_name", "finished_reason"],
             registry=self.registry,
         )
@@ -51,11 +52,11 @@ class Metrics:
         )
         self._between_tokens = self._histogram(
             "inter_token_latency_seconds",
-            "Between a request's tokens; tokens that come together share it.",
+            "Between a choice's tokens; tokens that come together share it.",
             TIME_BUCKETS,
         )
         self._request_time = self._histogram(
-            "e2e_request_latency_seconds", "From a request's arrival to its last token.", TIME_BUCKETS
+            "e2e_request_latency_seconds", "From a request's arrival to a choice's last token.", TIME_BUCKETS
         )
         self._queue_time = self._histogram(
             "request_queue_time_seconds", "From a request's arrival at the engine to its first step.", TIME_BUCKETS
@@ -67,12 +68,10 @@ class Metrics:
             "iteration_tokens_total", "Tokens that a step computed, of prompts and of answers.", TOKEN_BUCKETS
         )
         self._decode_time = self._histogram(
-            "request_decode_time_seconds", "From a request's first token to its last.", TIME_BUCKETS
+            "request_decode_time_seconds", "From a choice's first token to its last.", TIME_BUCKETS
         )
         self._request_prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKEN_BUCKETS)
-        self._request_output = self._histogram(
-            "request_generation_tokens", "Output tokens of a request.", TOKEN_BUCKETS
-        )
+        self._request_output = self._histogram("request_generation_tokens", "Output tokens of a choice.", TOKEN_BUCKETS)
 
     def exposition(self) -> bytes:
         """All samples in Prometheus' text format."""
@@ -90,27 +89,29 @@ class Metrics:
         self._queue_time.observe(queued_seconds)
         self._prefill_time.observe(prefill_seconds)
         self._prompt_tokens.inc(num_prompt_tokens)
+        self._request_prompt.observe(num_prompt_tokens)
 
     def tokens(self, num_tokens: int, seconds: float | None) -> None:
-        """Output tokens came, so many seconds after the ones before; None for a request's first."""
+        """Output tokens of a choice came, so many seconds after the ones before; None for its first."""
         self._generation_tokens.inc(num_tokens)
         if seconds is not None:
             for _ in range(num_tokens):
                 self._between_tokens.observe(seconds / num_tokens)
 
-    def completed(
-        self, reason: str, *, request_seconds: float, decode_seconds: float, num_prompt_tokens: int, num_tokens: int
-    ) -> None:
-        """A request came to its own end."""
+    def completed(self, reason: str, *, request_seconds: float, decode_seconds: float, num_tokens: int) -> None:
+        """A choice came to its own end."""
         self._finished[reason].inc()
         self._request_time.observe(request_seconds)
         self._decode_time.observe(decode_seconds)
-        self._request_prompt.observe(num_prompt_tokens)
         self._request_output.observe(num_tokens)
 
     def cut_short(self, reason: str) -> None:
-        """A request ended before its own end: "abort" or "error"."""
+        """A choice ended before its own end: "abort" or "error"."""
         self._finished[reason].inc()
+
+    def refused(self) -> None:
+        """A request found the queue full."""
+        self._num_refused.inc()
 
     def _counter(self, name: str, help: str) -> Counter:
         return Counter(f"{PREFIX}{name}", help, ["model_name"], registry=self.registry).labels(self._model_name)
@@ -144,6 +145,8 @@ class _EngineCollector(Collector):
         yield self._config()
         yield self._counter("num_preemptions", "Requests whose blocks were taken back.", stats.num_preemptions)
         yield self._counter("num_aborts", "Requests that ended because nobody wanted them.", stats.num_aborts)
+        yield self._counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", stats.lookup_tokens)
+        yield self._counter("prefix_cache_hits", "Tokens found in the prefix cache.", stats.hit_tokens)
 
     def _gauge(self, name: str, help: str, value: float) -> Metric:
         family = GaugeMetricFamily(f"{PREFIX}{name}", help, labels=["model_name"])

@@ -16,6 +16,7 @@ from pageframe.runtime.request import SamplingParams
 
 #: Fields that SamplingParams has under the same name.
 _PARAMS = (
+    "n",
     "min_tokens",
     "temperature",
     "top_p",
@@ -113,6 +114,11 @@ def _render_open_end(template: ChatTemplate, messages: list[dict[str, Any]], kwa
             param="continue_final_message",
         )
     return prompt
+
+
+def engine_fields(body: GenerationBody) -> dict[str, Any]:
+    """The part of a Job that the engine takes beside tokens and parameters."""
+    return {"priority": body.priority or 0, "cache_salt": body.cache_salt or ""}
 
 
 def stream_fields(body: GenerationBody) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The small routes: models, health, version, metrics."""
+"""The small routes: models, health, version, metrics, forgetting computed prefixes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pageframe.api.encoding import json_response
-from pageframe.api.errors import RETRY_AFTER_SECONDS
+from pageframe.api.errors import RETRY_AFTER_SECONDS, ApiError
 from pageframe.api.service import STUCK_AFTER_SECONDS, ServerState, Service
 
 _STARTED = int(time.time())
@@ -53,6 +53,24 @@ async def metrics(state: ServerState, request: Request) -> Response:
     """Counters for Prometheus."""
     service = state.service or state.ready()
     return Response(service.metrics.exposition(), headers={"content-type": CONTENT_TYPE_LATEST})
+
+
+async def reset_prefix_cache(state: ServerState, request: Request) -> Response:
+    """Makes the engine forget all computed prefixes."""
+    service = state.ready()
+    _check_origin(request)
+    return json_response({"blocks_forgotten": await service.client.reset_prefix_cache()})
+
+
+def _check_origin(request: Request) -> None:
+    """A POST without a body has no content type that would keep a web page elsewhere from sending it. Browsers name the
+    page's origin.
+
+    Raises: ApiError: 403, it is not this server's.
+    """
+    origin = request.headers.get("origin")
+    if origin is not None and origin.partition("://")[2] != request.headers["host"]:
+        raise ApiError(403, f"pages of {origin[:200]!r} may not do this", code="origin_not_allowed")
 
 
 def _condition(state: ServerState, since_step: float) -> tuple[str, str]:

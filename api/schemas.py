@@ -16,15 +16,15 @@ from pageframe.api.errors import shorten
 from pageframe.api.messages import check_messages
 from pageframe.api.middleware import REQUEST_ID_RULE, is_request_id
 from pageframe.runtime.errors import InvalidRequestError
-from pageframe.runtime.request import MAX_LOGPROBS, MAX_STOP_IDS
+from pageframe.runtime.request import MAX_CHOICES, MAX_LOGPROBS, MAX_PRIORITY, MAX_STOP_IDS, MIN_PRIORITY
 
 MIN_INT64, MAX_INT64 = -(2**63), 2**63 - 1
+MAX_CACHE_SALT = 256
 #: A template's own parameters that a request may not set through chat_template_kwargs.
 RESERVED_TEMPLATE_KEYS = ("self", "messages", "add_generation_prompt", "bos_token", "eos_token", "tools")
 
 #: Fields that are not built yet: null is always accepted, else only these values, which ask for nothing.
 SAMPLING_NOT_BUILT: dict[str, tuple[object, ...]] = {
-    "n": (1,),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "repetition_penalty": (1,),
@@ -35,8 +35,6 @@ SAMPLING_NOT_BUILT: dict[str, tuple[object, ...]] = {
     "truncate_prompt_tokens": (),
     "response_format": ({"type": "text"},),
     "structured_outputs": ({},),
-    "priority": (0,),
-    "cache_salt": ("",),
     "timeout_seconds": (),
 }
 CHAT_NOT_BUILT: dict[str, tuple[object, ...]] = {
@@ -62,6 +60,7 @@ _RULES = {
     "model_type": "must be an object",
     "greater_than_equal": "must be at least {ge}",
     "less_than_equal": "must be at most {le}",
+    "string_too_long": "must have at most {max_length} characters",
 }
 
 BodyT = TypeVar("BodyT", bound="Body")
@@ -172,6 +171,7 @@ class GenerationBody(Body):
 
     ignored: ClassVar[frozenset[str]] = IGNORED
 
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     max_tokens: PositiveInt64 | None = None
     min_tokens: Int64 | None = None
     temperature: float | None = None
@@ -189,6 +189,8 @@ class GenerationBody(Body):
     user: str | None = None
     request_id: Annotated[str | None, BeforeValidator(_check_request_id)] = None
     return_token_ids: bool | None = None
+    priority: Annotated[int, Field(ge=MIN_PRIORITY, le=MAX_PRIORITY)] | None = None
+    cache_salt: Annotated[str, Field(max_length=MAX_CACHE_SALT)] | None = None
 
 
 class TemplateFields(BaseModel):

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pageframe.api.config import ServerConfig
-from pageframe.api.errors import ApiError, engine_dead, shutting_down, unavailable
+from pageframe.api.errors import ApiError, engine_dead, queue_full, shutting_down, unavailable
 from pageframe.api.metrics import Metrics
 from pageframe.runtime.chat_template import ChatTemplate
 from pageframe.runtime.engine_client import EngineClient
@@ -102,6 +102,24 @@ class ServerState:
         if self.draining:
             raise shutting_down()
         return self.ready()
+
+    def check_queue(self, num_choices: int) -> None:
+        """The bound of the queue. The engine's latest count of those that run is at most a step old.
+
+        Raises:
+            ApiError: 429, with a request of so many choices more than max_queue would wait.
+        """
+        service, max_queue = self.ready(), self.config.max_queue
+        client = service.client
+        num_waiting = max(0, client.num_outstanding - client.stats.num_running)
+        # What came since the last step waits too, but may all fit into the next one, up to as many as can run.
+        is_too_much = client.num_outstanding + num_choices > client.resolved.max_num_requests + max_queue
+        if is_too_much or (client.stats.num_waiting > 0 and num_waiting + num_choices > max_queue):
+            service.metrics.refused()
+            raise queue_full(
+                f"the queue is full: {num_waiting} requests wait, this one would add {num_choices}, and max_queue is "
+                f"{max_queue}"
+            )
 
     def enter(self) -> None:
         """A generation begins."""

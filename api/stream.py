@@ -72,7 +72,7 @@ class GenerationResponse(Response):
         pieces = []
         while not generation.finished:
             pieces.append(await generation.next())
-        content = self._answer.whole(join_pieces(pieces), generation.usage())
+        content = self._answer.whole(join_pieces(pieces, generation.num_choices), generation.usage())
         await Response(content, media_type="application/json")(scope, receive, send)
 
     async def _send_stream(self, generation: Generation, scope: Scope, receive: Receive, send: Send) -> None:

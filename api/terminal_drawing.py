@@ -27,7 +27,21 @@ FILL = "░▁▂▃▄▅▆▇█"
 SHARED, PINNED, CACHED, FREE = "▓", "◆", "∘", "·"
 PALETTE = ("cyan", "green", "yellow", "magenta", "blue", "red", "bright_cyan", "bright_green", "bright_magenta")
 NO_OWNER = "white"
+#: Of no request: what a cached block holds was computed for one that has gone.
+CACHED_STYLE = "bright_blue"
 MAX_WAITS = 8
+#: Why a prefix lookup went no further, by the reason that /inspect gives.
+LOOKUP_ENDS = {
+    "complete": "as much as there can be",
+    "differs": "no computed prefix goes on as it does",
+    "evicted": "the next block was evicted",
+    "salt": "only requests that it shares nothing with have it",
+    "logprobs": "it wants logprobs of its prompt",
+    "recompute": "computing again is faster than copying from host memory",
+    "off": "there is no prefix cache",
+}
+#: In a block table: given back.
+NO_BLOCK = -1
 _SEPARATOR = " | "
 
 
@@ -113,10 +127,14 @@ def _draw_totals(kv: Json, width: int) -> Text:
     in_used = blocks["used"] * kv["block_size"]
     wasted = slots["wasted"] / in_used if in_used else 0.0
     states = ", ".join(f"{blocks[state]:,} {state}" for state in ("free", "cached", "used", "pinned"))
+    prefix, host = kv["prefix_cache"], kv["host_cache"]
     facts = [
         f"step {kv['step']:,}",
         f"{kv['num_blocks']:,} blocks: {states}",
+        f"saved by sharing: {kv['blocks_saved_by_sharing']:,}",
         f"slots: {slots['written']:,} written, {slots['wasted']:,} wasted ({wasted:.1%})",
+        f"prefix cache: {prefix['hit_tokens']:,} of {prefix['lookup_tokens']:,} tokens found",
+        *([f"host memory: {host['used']:,} of {host['slots']:,} blocks"] if host["slots"] else []),
         f"{format_bytes(kv['bytes']['pool'])}, {format_bytes(kv['bytes']['per_block'])} a block",
         f"requests: {kv['requests']['running']:,} running, {kv['requests']['waiting']:,} waiting",
         f"preemptions: {kv['preemptions']:,}",
@@ -154,7 +172,7 @@ def _cell(blocks: Sequence[Json], block_size: int, colors: OwnerColors) -> tuple
     states = {block["state"] for block in blocks}
     if "pinned" in states:
         return PINNED, "bold red"
-    return (CACHED, "cyan") if "cached" in states else (FREE, "dim")
+    return (CACHED, CACHED_STYLE) if "cached" in states else (FREE, "dim")
 
 
 def _fill(filled: int, slots: int) -> str:
@@ -186,7 +204,7 @@ def _draw_requests(requests: Sequence[Json], colors: OwnerColors, width: int, ro
     if room is not None and len(requests) + 1 > room:
         shown = requests[: max(1, room - 2)]
     ids = _short_ids([request["id"] for request in shown], width)
-    tokens = [f"{request['num_computed_tokens']:,}/{request['num_tokens']:,}" for request in shown]
+    tokens = [f"{request['num_computed_tokens']:,}/{_context_length(request):,}" for request in shown]
     name_width = 2 + max(map(len, ids))
     tokens_width = max(map(len, [*tokens, "computed"]))
     place_width = max(20, width - name_width - tokens_width - len("running") - 3 * 2)
@@ -202,6 +220,12 @@ def _draw_requests(requests: Sequence[Json], colors: OwnerColors, width: int, ro
     if len(shown) == len(requests):
         return table
     return Group(table, Text(f"and {len(requests) - len(shown):,} more", "dim"))
+
+
+def _context_length(request: Json) -> int:
+    """Known tokens that have not slid out of the context."""
+    length: int = request["num_tokens"] - request["context_start"]
+    return length
 
 
 def _short_ids(ids: Sequence[str], width: int) -> list[str]:
@@ -226,9 +250,12 @@ def _draw_place(request: Json, limit: int) -> Text:
     facts = [Text("waits " + wait_words(wait), "yellow") for wait in waits]
     if request["num_preemptions"]:
         facts.append(Text(f"preemptions: {request['num_preemptions']:,}", "dim"))
+    held = [block_id for block_id in request["block_table"] if block_id != NO_BLOCK]
+    if len(held) < len(request["block_table"]):
+        facts.append(Text(f"behind the window: {len(request['block_table']) - len(held):,}", "dim"))
     facts_length = sum(len(fact) + len(_SEPARATOR) for fact in facts)
-    if request["block_table"]:
-        facts.insert(0, Text(_shorten(request["block_table"], limit - facts_length)))
+    if held:
+        facts.insert(0, Text(_shorten(held, limit - facts_length)))
     return Text().join([part for fact in facts for part in (Text(_SEPARATOR, "dim"), fact)][1:])
 
 
@@ -240,6 +267,7 @@ def wait_words(wait: Json) -> str:
         "queue": "in the queue, behind others",
         "rows": "for a row: max_num_requests are running",
         "budget": "for the token budget",
+        "group": "for the first choice, which computes the prompt",
     }
     return words.get(wait["reason"], f"for {wait['reason']}")
 
@@ -272,23 +300,30 @@ def _shorten(block_ids: Sequence[int], limit: int) -> str:
 def draw_request(request: Json, block_size: int) -> RenderableType:
     """One request in full."""
     output, prompt = request["num_output_tokens"], request["num_prompt_tokens"]
-    computed, known = request["num_computed_tokens"], request["num_tokens"]
+    computed = request["num_computed_tokens"]
     block_ids = request["block_table"]
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="cyan", no_wrap=True)
     facts.add_column()
     facts.add_row(
         "tokens",
-        f"{computed:,} of {known:,} computed: {prompt:,} of the prompt, {output:,} of the answer; at most "
-        f"{request['max_total_tokens']:,}",
+        f"{computed:,} of {_context_length(request):,} computed: {prompt:,} of the prompt, {output:,} of the answer; "
+        f"at most {request['max_total_tokens']:,}",
     )
+    if request["context_start"]:
+        facts.add_row("context", f"begins at token {request['context_start']:,}")
+    if request["leader"]:
+        facts.add_row("choice", f"{request['leader']} computes the prompt")
     facts.add_row("cached", f"{request['num_cached_tokens']:,} tokens of the prompt were in the prefix cache")
+    if request["prefix"]:
+        facts.add_row("lookup", _draw_lookup(request["prefix"]))
     facts.add_row("sampling", f"seed {request['seed']}")
     facts.add_row("order", f"priority {request['priority']}, tenant {json.dumps(request['tenant'])}")
     facts.add_row("preemptions", f"{request['num_preemptions']:,}")
     facts.add_row("timings", _draw_timings(request["timings"]))
     facts.add_row("waits", _draw_waits(request["waits"]))
-    facts.add_row("blocks", f"{len(block_ids):,} of {block_size} slots each")
+    held = len(block_ids) - block_ids.count(NO_BLOCK)
+    facts.add_row("blocks", f"{held:,} of {block_size} slots each")
     head = Text.assemble((request["id"], "bold"), "  ", _status(request))
     if request["finish_reason"]:
         head.append(f" ({request['finish_reason']})", "dim")
@@ -302,10 +337,20 @@ def _draw_block_table(block_ids: Sequence[int], computed: int, block_size: int) 
     index_width, id_width = len(str(len(block_ids))), len(str(max(block_ids)))
     cells = []
     for index, block_id in enumerate(block_ids):
+        if block_id == NO_BLOCK:
+            cells.append(Text(f"{index:>{index_width}} → {'-':>{id_width}}", "dim"))
+            continue
         filled = min(block_size, max(0, computed - index * block_size))
         fill = f"{_fill(filled, block_size)} {filled:>{len(str(block_size))}}/{block_size}"
         cells.append(Text.assemble((f"{index:>{index_width}} → ", "dim"), f"{block_id:>{id_width}} ", (fill, "green")))
     return [Text(), Text("logical → physical, slots filled", "dim"), Columns(cells, padding=(0, 4), column_first=True)]
+
+
+def _draw_lookup(prefix: Json) -> str:
+    """The newest prefix lookup, and what ended it."""
+    reason, step = prefix["reason"], prefix["evicted_step"]
+    when = "" if step is None else f" in step {step:,}"
+    return f"{prefix['hit_tokens']:,} tokens found when it last entered: {LOOKUP_ENDS.get(reason, reason)}{when}"
 
 
 def _draw_timings(timings: Json) -> str:

@@ -138,4 +138,4 @@ def fetch_request(url: str, request_id: str) -> Json:
             raise ServerError(f"the ids of {len(found)} requests begin with {request_id!r}") from error
         if not found:
             raise
-        return found[0]
+        return _inspect(url, "requests/" + urllib.parse.quote(found[0]["id"], safe=""))

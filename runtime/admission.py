@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from pageframe.runtime.config import ResolvedConfig
 from pageframe.runtime.errors import InvalidRequestError
-from pageframe.runtime.request import SamplingParams
+from pageframe.runtime.request import MAX_TOTAL_TOKENS, SamplingParams
 
 
 def max_total_tokens(prompt_token_ids: Sequence[int], params: SamplingParams, resolved: ResolvedConfig) -> int:
@@ -26,14 +26,22 @@ def max_total_tokens(prompt_token_ids: Sequence[int], params: SamplingParams, re
             code="context_length_exceeded",
         )
     room = limit - num_prompt_tokens
-    if params.max_tokens is not None and params.max_tokens > room:
+    if params.n > resolved.max_num_requests:
+        raise InvalidRequestError(
+            f"n is {params.n}; it must be at most {resolved.max_num_requests}, the requests that may run at once "
+            "(max_num_requests)",
+            param="n",
+        )
+    if resolved.slide_by is not None:
+        _check_slide("max_tokens", params.max_tokens or 0, num_prompt_tokens)
+    elif params.max_tokens is not None and params.max_tokens > room:
         raise InvalidRequestError(
             f"max_tokens is {params.max_tokens}; a prompt of {num_prompt_tokens} tokens with max_model_len {limit} "
             f"leaves room for {room}",
             param="max_tokens",
             code="context_length_exceeded",
         )
-    if params.min_tokens > room:
+    if params.min_tokens > room and params.max_tokens is None:
         raise InvalidRequestError(
             f"min_tokens is {params.min_tokens}; a prompt of {num_prompt_tokens} tokens with max_model_len {limit} "
             f"leaves room for {room}",
@@ -43,6 +51,15 @@ def max_total_tokens(prompt_token_ids: Sequence[int], params: SamplingParams, re
     _check_ids("prompt", prompt_token_ids, resolved.model.vocab_size)
     _check_ids("stop_token_ids", params.stop_token_ids, resolved.model.vocab_size)
     return num_prompt_tokens + (room if params.max_tokens is None else params.max_tokens)
+
+
+def _check_slide(field: str, value: int, num_prompt_tokens: int) -> None:
+    """Where a context slides, the output may go on beyond it."""
+    limit = MAX_TOTAL_TOKENS - num_prompt_tokens
+    if value > limit:
+        raise InvalidRequestError(
+            f"{field} is {value}; a prompt of {num_prompt_tokens} tokens may get at most {limit}", param=field
+        )
 
 
 def _check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from pageframe.runtime.block_copy import BlockCopy
 from pageframe.runtime.block_table import BlockTables, TableUpdates
 from pageframe.runtime.rows import RequestRows
 from pageframe.runtime.step_plan import SamplingBatch, StepPlan
@@ -32,6 +33,7 @@ class Batch:
         wanted: int64 [num_samples], the tokens whose hidden state the sampler needs.
         sampling: the sampler's parameters, one entry per wanted token.
         table_updates: what the device's copy of the block tables must change first.
+        copies: blocks to copy before anything is computed, one after the other.
     """
 
     token_ids: Int64s
@@ -44,6 +46,7 @@ class Batch:
     wanted: Int64s
     sampling: SamplingBatch
     table_updates: TableUpdates
+    copies: tuple[BlockCopy, ...] = ()
 
     @classmethod
     def build(cls, plan: StepPlan, rows: RequestRows, tables: BlockTables) -> Batch:
@@ -64,14 +67,15 @@ class Batch:
             context_lens=plan.starts + plan.num_new_tokens,
             rows=plan.rows,
             num_decode=plan.num_decode,
-            wanted=query_start[1:][plan.num_samples > 0].astype(np.int64) - 1,
+            wanted=np.repeat(query_start[1:], plan.num_samples).astype(np.int64) - 1,
             sampling=_sampling(plan, rows),
             table_updates=plan.table_updates,
+            copies=plan.copies,
         )
 
 
 def _sampling(plan: StepPlan, rows: RequestRows) -> SamplingBatch:
-    sampling = np.flatnonzero(plan.num_samples)
+    sampling = np.repeat(np.arange(len(plan.rows)), plan.num_samples)
     sampled_rows = plan.rows[sampling]
     num_tokens = rows.num_tokens[sampled_rows]
     too_early = np.flatnonzero(num_tokens < rows.min_total_tokens[sampled_rows])
@@ -80,8 +84,17 @@ def _sampling(plan: StepPlan, rows: RequestRows) -> SamplingBatch:
         top_k=rows.top_k[sampled_rows],
         top_p=rows.top_p[sampled_rows],
         min_p=rows.min_p[sampled_rows],
-        seed=rows.seed[sampled_rows],
+        seed=_seeds(plan, rows.seed[sampled_rows]),
         output_index=(num_tokens - rows.num_prompt_tokens[sampled_rows]).astype(np.int64),
         num_logprobs=rows.num_logprobs[sampled_rows],
         banned=tuple((index, tuple(plan.requests[sampling[index]].stop_ids)) for index in too_early.tolist()),
     )
+
+
+def _seeds(plan: StepPlan, seeds: Int64s) -> Int64s:
+    """Each choice draws with its own seed, also the first token, which all draw from the leader's row."""
+    for position in np.flatnonzero(plan.num_samples > 1).tolist():
+        end = int(plan.num_samples[: position + 1].sum())
+        followers = plan.requests[position].followers
+        seeds[end - len(followers) : end] = [follower.seed for follower in followers]
+    return seeds

@@ -1,15 +1,18 @@
 """Logical to physical: which block holds which part of a request's context.
 
 One int32 array for all running requests. A row is append-only while its request runs: an entry, once
-written, is what kernels in flight may be reading.
+written, is what kernels in flight may be reading. Only blocks that no kernel will read again, behind a sliding
+window, leave a row before its request does.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
-from pageframe.runtime.block_allocator import BlockAllocator
+from pageframe.runtime.block_allocator import BlockAllocator, OutOfBlocksError
 
 NO_BLOCK = -1
 
@@ -30,15 +33,15 @@ class TableUpdates:
 
 
 class BlockTables:
-    """The block tables of all running requests, and the one caller of the allocator.
+    """The block tables of all running requests.
 
     Args:
         max_requests: rows.
         max_blocks: entries of a row.
         block_size: token slots in a block.
 
-    `table` [max_requests, max_blocks] int32 and `num_blocks` [max_requests] int32 may be read by anyone; entries at
-    and past `num_blocks[row]` are NO_BLOCK.
+    `table` [max_requests, max_blocks] int32, `num_blocks` and `first_block` [max_requests] int32 may be read by anyone:
+    a row's blocks are at [first_block[row], num_blocks[row]), all other entries are NO_BLOCK.
     """
 
     def __init__(self, allocator: BlockAllocator, *, max_requests: int, max_blocks: int, block_size: int) -> None:
@@ -46,6 +49,7 @@ class BlockTables:
         self.block_size = block_size
         self.table: npt.NDArray[np.int32] = np.full((max_requests, max_blocks), NO_BLOCK, dtype=np.int32)
         self.num_blocks: npt.NDArray[np.int32] = np.zeros(max_requests, dtype=np.int32)
+        self.first_block: npt.NDArray[np.int32] = np.zeros(max_requests, dtype=np.int32)
         self._free_rows = list(range(max_requests - 1, -1, -1))
         self._in_use = [False] * max_requests
         #: By (row, index): an entry that changes hands twice in a step is sent once, since a device may apply the
@@ -64,16 +68,43 @@ class BlockTables:
         """Blocks that `row` lacks to hold `num_tokens` tokens."""
         return max(0, self.blocks_for(num_tokens) - int(self.num_blocks[row]))
 
-    def acquire_row(self, num_tokens: int) -> int:
-        """Take an empty row and blocks for `num_tokens` tokens. The caller has checked `num_free_rows`.
+    def acquire_row(self, leading: Sequence[int], num_tokens: int, *, first_block: int = 0) -> int:
+        """Take an empty row for `num_tokens` tokens. The caller has checked `num_free_rows`.
+
+        Args:
+            leading: the row's blocks from index `first_block` on: used or cached ones, which get one more reference,
+                and NO_BLOCK for a new one. All behind them are new.
 
         Raises:
-            OutOfBlocksError: not enough blocks are free; nothing was taken.
+            OutOfBlocksError: not enough blocks are available; nothing was taken.
         """
-        self.grow(self._free_rows[-1], num_tokens)
-        row = self._free_rows.pop()
+        row = self._free_rows[-1]
+        shared = [block_id for block_id in leading if block_id != NO_BLOCK]
+        # References first: what is shared must not be handed out as new.
+        self.allocator.share(shared)
+        try:
+            new = self.allocator.allocate(self.blocks_for(num_tokens) - first_block - len(shared))
+        except OutOfBlocksError:
+            self.allocator.free(shared)
+            raise
+        self._free_rows.pop()
         self._in_use[row] = True
+        self.num_blocks[row] = self.first_block[row] = first_block
+        unused = iter(new)
+        self._append(row, [next(unused) if block_id == NO_BLOCK else block_id for block_id in leading])
+        self._append(row, list(unused))
         return row
+
+    def fork_row(self, row: int, num_tokens: int) -> int:
+        """Take an empty row that shares the full blocks of `row`'s first `num_tokens` tokens, with a new block where a
+        partial one is to be copied. The caller has checked `num_free_rows`.
+
+        Raises:
+            OutOfBlocksError: no block is available; nothing was taken.
+        """
+        first = int(self.first_block[row])
+        full: list[int] = self.table[row, first : num_tokens // self.block_size].tolist()
+        return self.acquire_row(full, num_tokens, first_block=first)
 
     def grow(self, row: int, num_tokens: int) -> list[int]:
         """Append blocks until `row` holds `num_tokens` tokens; returns the new block ids.
@@ -81,27 +112,44 @@ class BlockTables:
         Raises:
             OutOfBlocksError: not enough blocks are free; the row is as it was.
         """
-        first = int(self.num_blocks[row])
         block_ids = self.allocator.allocate(self.missing_blocks(row, num_tokens))
+        self._append(row, block_ids)
+        return block_ids
+
+    def _append(self, row: int, block_ids: Sequence[int]) -> None:
+        first = int(self.num_blocks[row])
         end = first + len(block_ids)
         self.table[row, first:end] = block_ids
         self.num_blocks[row] = end
         for index, block_id in enumerate(block_ids, first):
             self._updates[row, index] = block_id
-        return block_ids
 
     def block_ids(self, row: int) -> list[int]:
-        """The row's block ids in logical order."""
-        ids: list[int] = self.table[row, : self.num_blocks[row]].tolist()
+        """The block ids that the row holds, in logical order, the first at index `first_block[row]`."""
+        ids: list[int] = self.table[row, self.first_block[row] : self.num_blocks[row]].tolist()
         return ids
+
+    def entries(self, row: int) -> list[int]:
+        """The row's entries in logical order, NO_BLOCK for those given back."""
+        entries: list[int] = self.table[row, : self.num_blocks[row]].tolist()
+        return entries
+
+    def release_before(self, row: int, index: int) -> list[int]:
+        """Free the row's blocks before logical `index`, which nothing will read again; returns their ids."""
+        first = int(self.first_block[row])
+        block_ids: list[int] = self.table[row, first:index].tolist()
+        self.allocator.free(block_ids)
+        self.table[row, first:index] = NO_BLOCK
+        self.first_block[row] = index
+        return block_ids
 
     def release(self, row: int) -> list[int]:
         """Free the row's blocks and the row; returns the block ids it held."""
         assert self._in_use[row], f"row {row} is released but not in use"
         block_ids = self.block_ids(row)
         self.allocator.free(block_ids)
-        self.table[row, : len(block_ids)] = NO_BLOCK
-        self.num_blocks[row] = 0
+        self.table[row, : self.num_blocks[row]] = NO_BLOCK
+        self.num_blocks[row] = self.first_block[row] = 0
         self._in_use[row] = False
         self._free_rows.append(row)
         return block_ids
@@ -119,15 +167,17 @@ class BlockTables:
             self._updates[row, index] = int(self.table[row, index])
 
     def check_invariants(self) -> None:
-        """Rows hold a dense prefix of valid ids; the allocator's counts are exactly the table's references."""
+        """Rows hold a dense range of valid ids; the allocator's counts are exactly the table's references and pins."""
         self.allocator.check_invariants()
-        references = [0] * self.allocator.num_blocks
+        pins = self.allocator.pins()
+        references = [pins.get(block_id, 0) for block_id in range(self.allocator.num_blocks)]
         for row, in_use in enumerate(self._in_use):
-            count = int(self.num_blocks[row])
+            first, count = int(self.first_block[row]), int(self.num_blocks[row])
             entries = self.table[row].tolist()
             assert in_use or count == 0, f"row {row} is not in use but holds {count} blocks"
             assert all(entry == NO_BLOCK for entry in entries[count:]), f"row {row} has entries past its {count} blocks"
-            for entry in entries[:count]:
+            assert all(entry == NO_BLOCK for entry in entries[:first]), f"row {row} has entries before block {first}"
+            for entry in entries[first:count]:
                 assert 0 <= entry < self.allocator.num_blocks, f"row {row} holds block {entry}, which does not exist"
                 references[entry] += 1
         assert sorted(self._free_rows) == [row for row, used in enumerate(self._in_use) if not used]

@@ -6,12 +6,14 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from pageframe.runtime.block_copy import FREE_COPIES, CopyCosts
 from pageframe.runtime.errors import ConfigError
 
 DEFAULT_MODEL = "default"
 DTYPES = ("bf16", "float32")
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "reference", "triton")
+CONTEXT_FULL = ("stop", "slide")
 MAX_BLOCK_SIZE = 256
 #: Of the other numbers: from, to. The upper ends are far beyond any machine; they keep arithmetic and arrays sound.
 LIMITS = {
@@ -20,6 +22,8 @@ LIMITS = {
     "max_model_len": (1, 2**31 - 1),
     "max_num_requests": (1, 65_536),
     "max_num_batched_tokens": (1, 2**24),
+    "host_cache": (1, 2**60),
+    "slide_by": (1, 2**31 - 1),
     "seed": (-(2**63), 2**63 - 1),
     "threads": (1, 1024),
 }
@@ -58,6 +62,16 @@ class EngineConfig:
     )
     max_num_requests: int = flag(256, "most requests that run at once", unit="requests")
     max_num_batched_tokens: int = flag(512, "token budget of one step", unit="tokens")
+    prefix_cache: bool = flag(True, "find prefixes that were computed before and share their blocks")
+    host_cache: int | None = flag(
+        None, "host memory for blocks that leave the KV pool, such as 2GiB; default: none", unit="bytes"
+    )
+    on_context_full: str = flag(
+        "stop", "a request whose context is full ends, or goes on with the later part of it", choices=CONTEXT_FULL
+    )
+    slide_by: int | None = flag(
+        None, "tokens that leave a full context with --on-context-full slide; default: half of it", unit="tokens"
+    )
     seed: int | None = flag(None, "makes the seeds of unseeded requests repeatable", unit="seed")
     threads: int | None = flag(
         None, "CPU threads of the forward pass; default: one for each that this process may run on", unit="threads"
@@ -67,6 +81,11 @@ class EngineConfig:
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("device", self.device, DEVICES)
         _check_choice("backend", self.backend, BACKENDS)
+        _check_choice("on_context_full", self.on_context_full, CONTEXT_FULL)
+        if self.slide_by is not None and self.on_context_full != "slide":
+            raise ConfigError(f"slide_by is {self.slide_by}; it needs on_context_full slide")
+        if self.host_cache is not None and not self.prefix_cache:
+            raise ConfigError("host_cache needs prefix_cache: it holds what the prefix cache can find")
         size = self.block_size
         if not 1 <= size <= MAX_BLOCK_SIZE or size & (size - 1):
             raise ConfigError(f"block_size is {size}; it must be a power of two from 1 to {MAX_BLOCK_SIZE}")
@@ -117,17 +136,31 @@ class ModelConfig:
     head_dim: int
     max_position: int
     norm_eps: float
-    rope_theta: float
+    rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     tie_word_embeddings: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    #: "rms": by the root of the mean square; "layer": the mean taken away first, and a bias added.
+    norm: str = "rms"
+    #: Rows of the table of learned positions, which are added to the embedding; None: heads are rotated instead.
+    learned_positions: int | None = None
+    #: Of the MLP: "silu", "gelu" or "gelu_tanh".
+    activation: str = "silu"
+    #: The activated projection is multiplied by a second one.
+    gated_mlp: bool = True
     #: Per layer: how many tokens back a query sees, itself included; None sees everything.
     windows: tuple[int | None, ...] = ()
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def longest_window(self) -> int | None:
+        """The longest of the layers' windows; None where some layer sees everything."""
+        windows = [window for window in self.windows if window is not None]
+        return max(windows) if windows and len(windows) == self.num_layers else None
 
     def replace(self, **changes: Any) -> ModelConfig:
         return dataclasses.replace(self, **changes)
@@ -141,6 +174,9 @@ class ResolvedConfig:
         model_name: what the model calls itself, for people.
         kv_bytes_per_token: bytes of K and V of one token over all layers.
         pool_bytes: bytes of the whole KV pool.
+        host_slots: blocks that host memory holds, 0 for no host tier.
+        copy_costs: measured at start where there is a host tier.
+        slide_by: tokens that leave a full context; None where a request ends there.
         notes: what the machine lacks and what that costs, one sentence each.
     """
 
@@ -158,7 +194,16 @@ class ResolvedConfig:
     threads: int
     kv_bytes_per_token: int
     pool_bytes: int
+    prefix_cache: bool = True
+    host_slots: int = 0
+    copy_costs: CopyCosts = FREE_COPIES
+    slide_by: int | None = None
     notes: tuple[str, ...] = ()
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that any layer looks back; None where some layer looks at everything."""
+        return self.model.longest_window
 
     @property
     def max_blocks(self) -> int:

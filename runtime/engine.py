@@ -20,7 +20,8 @@ from pageframe.runtime.batch import Batch
 from pageframe.runtime.config import ResolvedConfig
 from pageframe.runtime.journal import Journal
 from pageframe.runtime.philox import choice_seed
-from pageframe.runtime.request import Request, RequestOutput, SamplingParams
+from pageframe.runtime.prefix_cache import make_salt
+from pageframe.runtime.request import Request, RequestOutput, SamplingParams, choice_ids
 from pageframe.runtime.scheduler import Scheduler
 from pageframe.runtime.step_plan import SamplingBatch, StepPlan, StepResult
 
@@ -67,6 +68,7 @@ class Engine:
         runner, sampler: the forward pass, and the choice of tokens from what it returns.
         seed: makes the seeds drawn for unseeded requests repeatable.
         clock: seconds; tests pass a virtual one.
+        journal: where events go; one of the usual length by default.
     """
 
     def __init__(
@@ -77,10 +79,11 @@ class Engine:
         *,
         seed: int | None = None,
         clock: Callable[[], float] = time.monotonic,
+        journal: Journal | None = None,
         keep_steps: int = 4096,
     ) -> None:
         self.resolved = resolved
-        self.journal = Journal()
+        self.journal = Journal() if journal is None else journal
         self.scheduler = Scheduler(
             num_blocks=resolved.num_blocks,
             block_size=resolved.block_size,
@@ -88,6 +91,11 @@ class Engine:
             max_num_batched_tokens=resolved.max_num_batched_tokens,
             max_model_len=resolved.max_model_len,
             journal=self.journal,
+            prefix_cache=resolved.prefix_cache,
+            host_slots=resolved.host_slots,
+            copy_costs=resolved.copy_costs,
+            window=resolved.window,
+            slide_by=resolved.slide_by,
         )
         self.steps: deque[StepRecord] = deque(maxlen=keep_steps)
         self.runner = runner
@@ -111,9 +119,15 @@ class Engine:
         params: SamplingParams,
         *,
         tenant: str = "",
+        cache_salt: str = "",
         priority: int = 0,
     ) -> None:
-        """Queue a request. `request_id` must not be live.
+        """Queue a request, which must have no live choice. Its params.n choices are requests of their own from here on,
+        under the ids of `choice_ids`.
+
+        Args:
+            cache_salt: narrows down, within the tenant, whose computed prefixes it shares.
+            priority: lower is served first.
 
         Raises:
             InvalidRequestError: it can never be served as asked; nothing was queued.
@@ -122,30 +136,39 @@ class Engine:
         eos_ids = frozenset() if params.ignore_eos else frozenset(self.resolved.model.eos_token_ids)
         request_seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         now = self._clock()
-        request = Request(
-            request_id=request_id,
-            token_ids=np.array(prompt_token_ids, dtype=np.int32),
-            params=params,
-            tenant=tenant,
-            priority=priority,
-            arrival=self._arrivals,
-            arrival_time=now,
-            request_seed=request_seed,
-            seed=choice_seed(request_seed, 0),
-            max_total_tokens=total,
-            stop_ids=eos_ids | frozenset(params.stop_token_ids),
-            eos_ids=eos_ids,
-        )
-        self._arrivals += 1
-        self.scheduler.add(request, now)
+        token_ids = np.array(prompt_token_ids, dtype=np.int32)
+        choices = [
+            Request(
+                request_id=choice_id,
+                token_ids=token_ids,
+                params=params,
+                tenant=tenant,
+                salt=make_salt(tenant, cache_salt),
+                priority=priority,
+                arrival=self._arrivals + index,
+                arrival_time=now,
+                request_seed=request_seed,
+                seed=choice_seed(request_seed, index),
+                max_total_tokens=total,
+                stop_ids=eos_ids | frozenset(params.stop_token_ids),
+                eos_ids=eos_ids,
+            )
+            for index, choice_id in enumerate(choice_ids(request_id, params.n))
+        ]
+        self._arrivals += params.n
+        self.scheduler.add(choices, now)
 
     def abort(self, request_id: str) -> bool:
-        """Nobody wants it any more; False where it has ended already."""
+        """Nobody wants this choice any more; False where it has ended already."""
         return self.scheduler.abort(request_id, self._clock())
 
     def finish(self, request_id: str, num_output_tokens: int) -> bool:
         """A stop string ended its text that many tokens into the output; False where it is unknown."""
         return self.scheduler.finish(request_id, num_output_tokens, self._clock())
+
+    def reset_prefix_cache(self) -> int:
+        """Forget all computed prefixes; how many blocks could be found until now."""
+        return self.scheduler.reset_prefix_cache(self._clock())
 
     def step(self) -> list[RequestOutput]:
         """One iteration. Returns what it gave each request that got something."""
@@ -159,7 +182,7 @@ class Engine:
             result = self._sampler.sample(hidden, batch.sampling)
         except Exception as error:
             logger.exception("step %d failed; its %d requests end with an error", plan.step, len(plan.requests))
-            outputs = self.scheduler.fail(plan.requests, f"the forward pass failed: {error}", self._clock())
+            outputs = self.scheduler.fail(plan, f"the forward pass failed: {error}", self._clock())
         else:
             outputs = self.scheduler.update(plan, result, self._clock())
         self._record(plan, outputs, started)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import platform
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import torch
 from pageframe.kernels.attention import Backend, UnsupportedError, select_backend
 from pageframe.runtime import memory_plan
 from pageframe.runtime.config import DEFAULT_MODEL, EngineConfig, ModelConfig, ResolvedConfig
+from pageframe.runtime.copy_costs import measure_copy_costs
 from pageframe.runtime.engine import Engine
 from pageframe.runtime.errors import ConfigError, MemoryPlanError
 from pageframe.runtime.model_runner import ModelRunner
@@ -76,6 +78,8 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         cap=memory_plan.CPU_POOL_CAP if arithmetic.device.type == "cpu" else None,
     )
     per_token = memory_plan.kv_bytes_per_token(model, config.dtype)
+    pool_bytes = per_token * config.block_size * pool.num_blocks
+    host_free = memory_plan.free_memory() - (pool_bytes if arithmetic.device.type == "cpu" else 0)
     resolved = ResolvedConfig(
         model_name=source.name,
         model=model,
@@ -90,11 +94,25 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         max_num_batched_tokens=config.max_num_batched_tokens,
         threads=threads,
         kv_bytes_per_token=per_token,
-        pool_bytes=per_token * config.block_size * pool.num_blocks,
+        pool_bytes=pool_bytes,
+        prefix_cache=config.prefix_cache,
+        host_slots=memory_plan.plan_host_slots(config.host_cache, per_token * config.block_size, host_free),
+        slide_by=_slide_by(config, pool.max_model_len),
         notes=arithmetic.notes,
     )
     runner = _runner(decoder, backend, resolved, arithmetic)
+    if resolved.host_slots:
+        resolved = dataclasses.replace(resolved, copy_costs=measure_copy_costs(runner, resolved))
     return Engine(resolved, runner, Sampler(runner.logits), seed=config.seed)
+
+
+def _slide_by(config: EngineConfig, max_model_len: int) -> int | None:
+    if config.on_context_full == "stop":
+        return None
+    slide_by = config.slide_by or max(1, max_model_len // 2)
+    if slide_by > max_model_len:
+        raise ConfigError(f"slide_by is {slide_by}; it must be at most max_model_len, which is {max_model_len}")
+    return slide_by
 
 
 def _runner(decoder: object, backend: Backend, resolved: ResolvedConfig, arithmetic: Arithmetic) -> ModelRunner:
@@ -108,11 +126,12 @@ def _runner(decoder: object, backend: Backend, resolved: ResolvedConfig, arithme
             max_blocks=resolved.max_blocks,
             kv_dtype=arithmetic.storage,
             device=arithmetic.device,
+            host_slots=resolved.host_slots,
         )
     except RuntimeError as error:
         raise MemoryPlanError(
-            f"the KV pool of {resolved.num_blocks} blocks ({memory_plan.format_bytes(resolved.pool_bytes)}) could not "
-            f"be allocated: {error}"
+            f"the KV pool of {resolved.num_blocks} blocks ({memory_plan.format_bytes(resolved.pool_bytes)}) and host "
+            f"memory for {resolved.host_slots} could not be allocated: {error}"
         ) from error
 
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import zmq
 import zmq.asyncio
 
@@ -30,7 +31,7 @@ from pageframe.runtime.errors import (
     StartupError,
 )
 from pageframe.runtime.inspection import EngineStats
-from pageframe.runtime.request import RequestOutput, SamplingParams
+from pageframe.runtime.request import RequestOutput, SamplingParams, choice_ids
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ LAST_WORDS_SECONDS = 0.5
 
 
 class OutputQueue:
-    """One request's outputs, in order; the last has its finish_reason set."""
+    """The outputs of a request's choices, each choice's in order; its last has its finish_reason set."""
 
     __slots__ = ("_queue",)
 
@@ -77,6 +78,7 @@ class EngineClient:
         self._process = process
         self._socket = socket
         self._folder = folder
+        #: By choice; the choices of one request share theirs.
         self._queues: dict[str, OutputQueue] = {}
         self._calls: dict[int, asyncio.Future[bytes]] = {}
         self._num_calls = 0
@@ -142,7 +144,7 @@ class EngineClient:
 
     @property
     def num_outstanding(self) -> int:
-        """Requests that have not had their last output."""
+        """Choices that have not had their last output."""
         return len(self._queues)
 
     def seconds_since_progress(self) -> float:
@@ -182,7 +184,7 @@ class EngineClient:
             return
         self.death_note = note
         self.stats = EngineStats(num_blocks=self.stats.num_blocks, step=self.stats.step)
-        for queue in self._queues.values():
+        for queue in set(self._queues.values()):
             queue.put(EngineDeadError(note))
         self._queues.clear()
         for future in self._calls.values():
@@ -192,16 +194,8 @@ class EngineClient:
 
     # ---- requests -------------------------------------------------------------------------------------------------
 
-    def add(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        *,
-        tenant: str = "",
-        priority: int = 0,
-    ) -> OutputQueue:
-        """Hand a request to the engine. `request_id` is the caller's own and must be new.
+    def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+        """The door.
 
         Raises:
             InvalidRequestError: it can never be served as asked.
@@ -209,23 +203,46 @@ class EngineClient:
         """
         self._check_alive()
         max_total_tokens(prompt_token_ids, params, self.resolved)
-        assert request_id not in self._queues, f"request id {request_id} is live already"
+
+    def add(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        tenant: str = "",
+        cache_salt: str = "",
+        priority: int = 0,
+    ) -> OutputQueue:
+        """Hand a request to the engine; the outputs of all its choices come in the one queue, under the choices' ids.
+
+        Args:
+            request_id: the caller's own, and new; the choices' ids are those of `choice_ids`.
+            prompt_token_ids, params: have passed `check`; what has not ends with an error output.
+
+        Raises:
+            EngineDeadError: there is no engine any more.
+        """
+        self._check_alive()
+        choices = choice_ids(request_id, params.n)
+        assert self._queues.keys().isdisjoint(choices), f"request id {request_id} is live already"
         if not self._queues:
             self._last_progress = time.monotonic()
-        queue = self._queues[request_id] = OutputQueue()
-        self._send(b"add", messages.Add(request_id, list(prompt_token_ids), params, tenant, priority))
+        queue = OutputQueue()
+        self._queues.update(dict.fromkeys(choices, queue))
+        self._send(b"add", messages.Add(request_id, list(prompt_token_ids), params, tenant, cache_salt, priority))
         return queue
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, choice_id: str) -> None:
         """Its client is gone. Free its blocks; no more outputs come. Does nothing where it has ended."""
-        if self._queues.pop(request_id, None) is not None and self.is_alive:
-            self._send(b"abort", request_id)
+        if self._queues.pop(choice_id, None) is not None and self.is_alive:
+            self._send(b"abort", choice_id)
 
-    def finish(self, request_id: str, num_output_tokens: int) -> None:
+    def finish(self, choice_id: str, num_output_tokens: int) -> None:
         """A stop string ended its text after that many output tokens. No more outputs come."""
-        self._queues.pop(request_id, None)
+        self._queues.pop(choice_id, None)
         if self.is_alive:
-            self._send(b"finish", messages.Finish(request_id, num_output_tokens))
+            self._send(b"finish", messages.Finish(choice_id, num_output_tokens))
 
     async def inspect(self, what: str, argument: str = "") -> bytes:
         """Ask about the engine's inside; see inspection.inspect. The answer is of one step, as JSON text.
@@ -235,11 +252,23 @@ class EngineClient:
             EngineError: answering failed.
             EngineDeadError: there is no engine any more.
         """
+        return await self._call(b"question", lambda call: messages.Question(call, what, argument))
+
+    async def reset_prefix_cache(self) -> int:
+        """Make the engine forget all computed prefixes; how many blocks could be found until then.
+
+        Raises:
+            EngineDeadError: there is no engine any more.
+        """
+        return msgspec.json.decode(await self._call(b"reset", messages.ResetPrefixCache), type=int)
+
+    async def _call(self, kind: bytes, make: Callable[[int], Any]) -> bytes:
+        """Send a message that has an answer; `make` gets the number under which that will come."""
         self._check_alive()
         call = self._num_calls = self._num_calls + 1
         future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._calls[call] = future
-        self._send(b"question", messages.Question(call, what, argument))
+        self._send(kind, make(call))
         try:
             return await future
         finally:

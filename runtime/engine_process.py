@@ -24,7 +24,7 @@ from pageframe.runtime.config import EngineConfig
 from pageframe.runtime.engine import Engine
 from pageframe.runtime.errors import InvalidRequestError, RequestNotFoundError, StartupError
 from pageframe.runtime.inspection import engine_stats, inspect
-from pageframe.runtime.request import FinishReason, RequestOutput
+from pageframe.runtime.request import FinishReason, RequestOutput, choice_ids
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +95,9 @@ class EngineLoop:
         elif kind == b"question":
             self._questions.append(body)
             return False
+        elif kind == b"reset":
+            num_blocks = self._engine.reset_prefix_cache()
+            self._send(b"answer", messages.Answer(body.call, body=msgspec.json.encode(num_blocks)))
         elif kind == b"shutdown":
             self._running = False
         return True
@@ -106,12 +109,14 @@ class EngineLoop:
                 message.prompt_token_ids,
                 message.params,
                 tenant=message.tenant,
+                cache_salt=message.cache_salt,
                 priority=message.priority,
             )
         except InvalidRequestError as error:
-            self._refused.append(
-                RequestOutput(message.request_id, [], finish_reason=FinishReason.ERROR.value, error=error.message)
-            )
+            self._refused += [
+                RequestOutput(choice_id, [], finish_reason=FinishReason.ERROR.value, error=error.message)
+                for choice_id in choice_ids(message.request_id, message.params.n)
+            ]
 
     def _answer(self, question: messages.Question) -> messages.Answer:
         try:

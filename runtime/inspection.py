@@ -11,6 +11,8 @@ from typing import Any
 
 from pageframe.runtime.engine import Engine
 from pageframe.runtime.errors import InvalidRequestError, RequestNotFoundError
+from pageframe.runtime.journal import ForkEvent, MissEvent
+from pageframe.runtime.prefix_cache import PrefixCache
 from pageframe.runtime.request import Request, RequestStatus
 from pageframe.runtime.scheduler import Scheduler
 
@@ -19,7 +21,15 @@ Json = dict[str, Any]
 
 @dataclass(slots=True)
 class EngineStats:
-    """The engine's gauges and totals, for metrics. `step_tokens` are those of step `step`, 0 if it did nothing."""
+    """The engine's gauges and totals, for metrics.
+
+    Args:
+        num_running, num_waiting: choices.
+        slots_written: slots of used blocks that hold K and V, each block counted once however many share it.
+        slots_wasted: those that hold nothing, and have no known token to come.
+        lookup_tokens, hit_tokens: tokens of requests when they first entered, and how many were found computed.
+        step_tokens: of step `step`, 0 if it did nothing.
+    """
 
     step: int = 0
     num_running: int = 0
@@ -35,6 +45,8 @@ class EngineStats:
     num_preemptions: int = 0
     num_aborts: int = 0
     num_waits: dict[str, int] = field(default_factory=dict)
+    lookup_tokens: int = 0
+    hit_tokens: int = 0
     step_tokens: int = 0
 
 
@@ -42,8 +54,10 @@ def engine_stats(engine: Engine) -> EngineStats:
     """Counters and gauges now. Costs a few array sums, whatever the number of blocks."""
     scheduler = engine.scheduler
     allocator, tables = scheduler.allocator, scheduler.tables
-    references = int(tables.num_blocks.sum())
+    references = int((tables.num_blocks - tables.first_block).sum())
     known, written = _tokens_in_rows(scheduler)
+    # What several rows hold is full in each of them: a block that is not is never shared.
+    saved = references - allocator.num_used
     last = engine.steps[-1] if engine.steps else None
     return EngineStats(
         step=scheduler.step,
@@ -51,25 +65,32 @@ def engine_stats(engine: Engine) -> EngineStats:
         num_waiting=scheduler.num_waiting,
         num_blocks=allocator.num_blocks,
         blocks_free=allocator.num_free,
+        blocks_cached=allocator.num_cached,
         blocks_used=allocator.num_used,
-        slots_written=written,
+        blocks_pinned=allocator.num_pinned,
+        slots_written=written - saved * tables.block_size,
         slots_wasted=references * tables.block_size - known,
-        blocks_saved_by_sharing=references - allocator.num_used,
+        blocks_saved_by_sharing=saved,
         num_preemptions=scheduler.num_preemptions,
         num_aborts=scheduler.num_aborts,
         num_waits=scheduler.num_waits,
+        lookup_tokens=scheduler.num_lookup_tokens,
+        hit_tokens=scheduler.num_hit_tokens,
         step_tokens=last.num_tokens if last is not None and last.step == scheduler.step else 0,
     )
 
 
 def _tokens_in_rows(scheduler: Scheduler) -> tuple[int, int]:
-    """Tokens that have a slot (computed or about to be), and tokens whose K/V are written, over running requests."""
-    rows = scheduler.rows_in_use()
+    """Tokens that have a slot (computed or about to be), and tokens whose K/V are written, over the rows in use.
+
+    A token in a block that rows share counts in each of them, one behind a window in none.
+    """
+    tables, rows = scheduler.tables, scheduler.rows_in_use()
     computed = scheduler.rows.num_computed_tokens[rows]
-    capacity = scheduler.tables.num_blocks[rows] * scheduler.tables.block_size
     # The newest token of a decoding request gets its slot in the next step, maybe in a block not yet allocated.
-    with_slot = scheduler.rows.num_tokens[rows].clip(max=capacity)
-    return int(with_slot.sum()), int(computed.sum())
+    with_slot = scheduler.rows.num_tokens[rows].clip(max=tables.num_blocks[rows] * tables.block_size)
+    given_back = int(tables.first_block[rows].sum()) * tables.block_size
+    return int(with_slot.sum()) - given_back, int(computed.sum()) - given_back
 
 
 def inspect(engine: Engine, what: str, argument: str = "") -> Json:
@@ -91,7 +112,12 @@ def inspect(engine: Engine, what: str, argument: str = "") -> Json:
         request = engine.scheduler.find(argument)
         if request is None:
             raise RequestNotFoundError(argument)
-        return {"step": engine.scheduler.step, "now": engine.now(), **_request(engine, request)}
+        return {
+            "step": engine.scheduler.step,
+            "now": engine.now(),
+            **_request(engine, request),
+            "prefix": _newest_lookup(engine, request),
+        }
     if what == "steps":
         return _steps(engine, argument)
     raise InvalidRequestError(f"there is nothing to inspect under {what!r}")
@@ -99,6 +125,7 @@ def inspect(engine: Engine, what: str, argument: str = "") -> Json:
 
 def _kv(engine: Engine) -> Json:
     stats, resolved = engine_stats(engine), engine.resolved
+    prefix_cache, host_tier = engine.scheduler.blocks.prefix_cache, engine.scheduler.blocks.host_tier
     return {
         "step": stats.step,
         "block_size": resolved.block_size,
@@ -118,40 +145,58 @@ def _kv(engine: Engine) -> Json:
         },
         "requests": {"running": stats.num_running, "waiting": stats.num_waiting},
         "preemptions": stats.num_preemptions,
+        "prefix_cache": {
+            "lookup_tokens": stats.lookup_tokens,
+            "hit_tokens": stats.hit_tokens,
+            "blocks": 0 if prefix_cache is None else len(prefix_cache),
+        },
+        "host_cache": {"slots": resolved.host_slots, "used": 0 if host_tier is None else host_tier.num_used},
     }
 
 
 def _blocks(engine: Engine) -> Json:
     scheduler = engine.scheduler
-    block_size = scheduler.tables.block_size
+    allocator, tables = scheduler.allocator, scheduler.tables
+    block_size = tables.block_size
     owners: dict[int, list[str]] = {}
     filled: dict[int, int] = {}
     for request in scheduler.live_requests():
         if request.row < 0:
             continue
         computed = int(scheduler.rows.num_computed_tokens[request.row])
-        for index, block_id in enumerate(scheduler.tables.block_ids(request.row)):
+        for index, block_id in enumerate(tables.block_ids(request.row), int(tables.first_block[request.row])):
             owners.setdefault(block_id, []).append(request.request_id)
-            filled[block_id] = max(filled.get(block_id, 0), min(block_size, max(0, computed - index * block_size)))
-    blocks = [
-        {
-            "id": block_id,
-            "state": "used" if count else "free",
-            "ref_count": count,
-            "owners": owners.get(block_id, []),
-            "filled": filled.get(block_id, 0),
-            "digest": None,
-        }
-        for block_id, count in enumerate(scheduler.allocator.ref_counts())
-    ]
+            filled[block_id] = min(block_size, max(0, computed - index * block_size))
+    blocks = []
+    for block_id, count in enumerate(allocator.ref_counts()):
+        state = allocator.state(block_id)
+        blocks.append(
+            {
+                "id": block_id,
+                "state": state,
+                "ref_count": count,
+                "owners": owners.get(block_id, []),
+                "filled": block_size if state == "cached" else filled.get(block_id, 0),
+                "digest": _digest(scheduler.blocks.prefix_cache, block_id),
+            }
+        )
     return {"step": scheduler.step, "blocks": blocks}
 
 
+def _digest(prefix_cache: PrefixCache | None, block_id: int) -> str | None:
+    entry = None if prefix_cache is None else prefix_cache.entry_of(block_id)
+    return None if prefix_cache is None or entry is None else prefix_cache.digest(entry)
+
+
 def _request(engine: Engine, request: Request) -> Json:
+    """`num_computed_tokens` and the block table are of the context, which begins at token `context_start`; -1 in the
+    table is a block given back behind a window."""
     scheduler = engine.scheduler
     running = request.status is RequestStatus.RUNNING
     row = request.row
-    num_tokens = int(scheduler.rows.num_tokens[row]) if running else len(request.token_ids)
+    num_tokens = len(request.token_ids)
+    if running:
+        num_tokens = request.context_start + int(scheduler.rows.num_tokens[row])
     return {
         "id": request.request_id,
         "status": request.status.value,
@@ -165,9 +210,11 @@ def _request(engine: Engine, request: Request) -> Json:
         "num_output_tokens": num_tokens - request.num_prompt_tokens,
         "max_total_tokens": request.max_total_tokens,
         "num_computed_tokens": int(scheduler.rows.num_computed_tokens[row]) if running else 0,
-        "num_cached_tokens": 0,
+        "num_cached_tokens": request.num_cached_tokens,
+        "context_start": request.context_start,
+        "leader": None if request.leader is None else request.leader.request_id,
         "num_preemptions": request.num_preemptions,
-        "block_table": scheduler.tables.block_ids(row) if running else [],
+        "block_table": scheduler.tables.entries(row) if running else [],
         "timings": {
             "arrived": request.arrival_time,
             "first_scheduled": request.first_scheduled_time,
@@ -176,6 +223,24 @@ def _request(engine: Engine, request: Request) -> Json:
         },
         "waits": [asdict(wait) for wait in request.waits if wait.until != wait.since],
     }
+
+
+def _newest_lookup(engine: Engine, request: Request) -> Json | None:
+    """What was found of a request's context when it last entered, and why no more; None before that, or where the
+    journal no longer has it. A choice that forked goes on from its leader's lookup."""
+    name = request.request_id
+    for event in reversed(list(engine.journal)):
+        if event.request_id != name:
+            continue
+        if isinstance(event, MissEvent):
+            return {
+                "hit_tokens": event.num_blocks * engine.resolved.block_size,
+                "reason": event.reason,
+                "evicted_step": None if event.evicted_step < 0 else event.evicted_step,
+            }
+        if isinstance(event, ForkEvent):
+            name = event.leader
+    return None
 
 
 def _steps(engine: Engine, argument: str) -> Json:

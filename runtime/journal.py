@@ -1,6 +1,7 @@
 """What happened and why: a bounded ring of typed events, written where things happen.
 
-Events carry ids and numbers, never prompt text. Allocate and free events alone rebuild every block table.
+Events carry ids and numbers, never prompt text. What changes tables, references or the index
+has an event, so that the journal alone rebuilds them.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, TypeVar
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -23,18 +24,22 @@ class Event:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class ArriveEvent(Event):
+    """`leader`: the choice that computes the prompt for this one too, or ""."""
+
     kind: ClassVar[str] = "arrive"
     num_prompt_tokens: int
     max_total_tokens: int
     tenant: str
     priority: int
     seed: int
+    leader: str
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class WaitEvent(Event):
     """A request cannot go on, from now on. `reason`: "blocks" (the head of the queue needs `needed`, `free` are free),
-    "rows" (as many requests run as may), or "budget" (the step's tokens went to others)."""
+    "rows" (as many requests run as may), "budget" (the step's tokens went to others) or "group" (the request's first
+    choice computes the prompt for all)."""
 
     kind: ClassVar[str] = "wait"
     reason: str
@@ -90,11 +95,128 @@ class FinishEvent(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class FreeEvent(Event):
-    """A row's references were dropped, in logical order."""
+    """A row's references were dropped, in logical order, and the row with them."""
 
     kind: ClassVar[str] = "free"
     row: int
     block_ids: tuple[int, ...]
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class ReleaseEvent(Event):
+    """References from logical index `first_index` on were dropped: no kernel looks behind the window again."""
+
+    kind: ClassVar[str] = "release"
+    row: int
+    first_index: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class SlideEvent(Event):
+    """Its context was full; the next one begins at token `context_start`, positions from 0, and is computed anew."""
+
+    kind: ClassVar[str] = "slide"
+    row: int
+    context_start: int
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class HitEvent(Event):
+    """The first `num_blocks` blocks were found computed, `num_copied` of them in host memory.
+
+    `copy_seconds` is what these copies were estimated to take, `compute_seconds` what computing all that they make
+    usable would have."""
+
+    kind: ClassVar[str] = "hit"
+    num_blocks: int
+    num_tokens: int
+    num_copied: int
+    copy_seconds: float
+    compute_seconds: float
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class MissEvent(Event):
+    """Why the lookup went no further than `num_blocks` blocks: see prefix_cache.Lookup."""
+
+    kind: ClassVar[str] = "miss"
+    reason: str
+    num_blocks: int
+    evicted_step: int
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class ShareEvent(Event):
+    """Blocks that others hold too, or that were cached, appended to a row from logical index `first_index` on."""
+
+    kind: ClassVar[str] = "share"
+    row: int
+    first_index: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class PublishEvent(Event):
+    """Full blocks of a row, from logical index `first_index` on, can be found from now on. -1 stands for one that stays
+    private, because its tokens were indexed already."""
+
+    kind: ClassVar[str] = "publish"
+    row: int
+    first_index: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class EvictEvent(Event):
+    """What a block held can't be found there any more; `request_id` computed it.
+
+    `reason`: "reused" (the least recently used one was handed out; it is in `host_slot` now, or lost if that is -1),
+    "failed" (the forward pass that used it failed) or "reset"."""
+
+    kind: ClassVar[str] = "evict"
+    block_id: int
+    host_slot: int
+    idle_steps: int
+    reason: str
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class CopyEvent(Event):
+    """A block will be copied before the next forward pass: see block_copy.BlockCopy."""
+
+    kind: ClassVar[str] = "copy"
+    copy_kind: str
+    src: int
+    dst: int
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class ForkEvent(Event):
+    """A choice goes on from the `num_tokens` tokens that `leader` has computed, in a row of its own; where none was to
+    be had, `row` is -1 and it waits."""
+
+    kind: ClassVar[str] = "fork"
+    row: int
+    leader: str
+    num_tokens: int
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class PinEvent(Event):
+    """Blocks that a copy in flight needs are kept from being handed out."""
+
+    kind: ClassVar[str] = "pin"
+    block_ids: tuple[int, ...]
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class UnpinEvent(Event):
+    kind: ClassVar[str] = "unpin"
+    block_ids: tuple[int, ...]
+
+
+EventT = TypeVar("EventT", bound=Event)
 
 
 class Journal:
@@ -103,6 +225,17 @@ class Journal:
     def __init__(self, capacity: int = 65_536) -> None:
         self._events: deque[Event] = deque(maxlen=capacity)
         self._written = 0
+        #: Of the events to come.
+        self.step = 0
+        self.time = 0.0
+
+    def at(self, step: int, time: float) -> None:
+        """From here on events are of this step and time."""
+        self.step, self.time = step, time
+
+    def note(self, event_type: type[EventT], request_id: str, **numbers: Any) -> None:
+        """Write an event of the current step and time."""
+        self.write(event_type(step=self.step, time=self.time, request_id=request_id, **numbers))
 
     def __len__(self) -> int:
         return len(self._events)

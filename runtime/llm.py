@@ -20,7 +20,7 @@ from pageframe.runtime.config import DEFAULT_MODEL, EngineConfig, ResolvedConfig
 from pageframe.runtime.engine_builder import build_engine
 from pageframe.runtime.errors import EngineError, InvalidRequestError
 from pageframe.runtime.models.source import resolve_source
-from pageframe.runtime.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs
+from pageframe.runtime.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs, choice_ids
 from pageframe.runtime.text import TextStream
 from pageframe.runtime.tokenizer import Tokenizer, load_tokenizer
 
@@ -48,7 +48,12 @@ class ChoiceResult:
 
 @dataclass(slots=True)
 class GenerationResult:
-    """What became of one prompt. `prompt` is None where the prompt was token ids."""
+    """What became of one prompt.
+
+    Args:
+        prompt: None where it was token ids.
+        outputs: its params.n choices.
+    """
 
     prompt: str | None
     prompt_token_ids: list[int]
@@ -57,7 +62,7 @@ class GenerationResult:
 
 @dataclass(slots=True)
 class _Open:
-    """A request under way."""
+    """A choice under way."""
 
     result: ChoiceResult
     stream: TextStream
@@ -114,8 +119,8 @@ class LLM:
                 results.append(self._open(prompt, one, opened))
             self._run(opened)
         finally:
-            for request_id in opened:
-                self.engine.abort(request_id)
+            for choice_id in opened:
+                self.engine.abort(choice_id)
         return results
 
     def chat(
@@ -145,9 +150,12 @@ class LLM:
         request_id = f"llm-{self._num_requests}"
         self.engine.add(request_id, ids, params)
         self._num_requests += 1
-        choice = ChoiceResult(logprobs=None if params.logprobs is None else [])
-        opened[request_id] = _Open(choice, TextStream(self.tokenizer, params))
-        return GenerationResult(text, ids, [choice])
+        result = GenerationResult(text, ids, [])
+        for choice_id in choice_ids(request_id, params.n):
+            choice = ChoiceResult(logprobs=None if params.logprobs is None else [])
+            result.outputs.append(choice)
+            opened[choice_id] = _Open(choice, TextStream(self.tokenizer, params))
+        return result
 
     def _run(self, opened: dict[str, _Open]) -> None:
         """Step until all are done; what is finished leaves `opened`."""
@@ -155,19 +163,19 @@ class LLM:
         with self._progress("generating") as advance:
             while opened:
                 for output in self.engine.step():
-                    request = opened.get(output.request_id)
-                    if request is not None and self._take(request, output):
+                    choice = opened.get(output.request_id)
+                    if choice is not None and self._take(choice, output):
                         del opened[output.request_id]
                         advance(total - len(opened), total)
 
-    def _take(self, request: _Open, output: RequestOutput) -> bool:
+    def _take(self, choice: _Open, output: RequestOutput) -> bool:
         """Add a step's output to a result; whether that was its last."""
         if output.finish_reason == FinishReason.ERROR.value:
             raise EngineError(output.error)
-        result = request.result
+        result = choice.result
         ended = output.finish_reason == FinishReason.STOP.value
         text_ids = output.token_ids[:-1] if ended else output.token_ids
-        delta = request.stream.push(text_ids, final=bool(output.finish_reason))
+        delta = choice.stream.push(text_ids, final=bool(output.finish_reason))
         result.text += delta.text
         result.token_ids += output.token_ids
         if result.logprobs is not None:

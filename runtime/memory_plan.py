@@ -143,6 +143,30 @@ def plan_num_blocks(
     return min(budget // bytes_per_block, enough)
 
 
+def plan_host_slots(host_cache: int | None, bytes_per_block: int, available: int) -> int:
+    """How many blocks the host tier gets.
+
+    Args:
+        host_cache: bytes that the user asked for; None for no host tier.
+        available: bytes of host memory that are free beside the pool.
+
+    Raises:
+        MemoryPlanError: not one block fits, or what was asked for does not.
+    """
+    if host_cache is None:
+        return 0
+    if host_cache < bytes_per_block:
+        raise MemoryPlanError(
+            f"host_cache is {format_bytes(host_cache)}; one block of the KV cache takes {format_bytes(bytes_per_block)}"
+        )
+    if host_cache > available:
+        raise MemoryPlanError(
+            f"host_cache is {format_bytes(host_cache)}; {format_bytes(max(0, available))} of host memory are free "
+            "beside the KV pool"
+        )
+    return host_cache // bytes_per_block
+
+
 @dataclass(frozen=True, slots=True)
 class PoolSize:
     """The KV pool, and the longest context, which never exceeds it.

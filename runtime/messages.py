@@ -17,10 +17,13 @@ from pageframe.runtime.request import RequestOutput, SamplingParams
 
 @dataclass(slots=True)
 class Add:
+    """A request with all its choices, each of which has an id of its own from here on: see request.choice_ids."""
+
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
     tenant: str
+    cache_salt: str
     priority: int
 
 
@@ -34,11 +37,18 @@ class Finish:
 
 @dataclass(slots=True)
 class Question:
-    """An inspection, answered between two steps under the same `call`."""
+    """An inspection, answered between two steps under the same `call`. It changes nothing."""
 
     call: int
     what: str
     argument: str
+
+
+@dataclass(slots=True)
+class ResetPrefixCache:
+    """Forget all computed prefixes, between two steps. The answer under the same `call`: how many blocks that were."""
+
+    call: int
 
 
 @dataclass(slots=True)
@@ -67,13 +77,14 @@ class Loading:
     total: int
 
 
-# To the engine: start, add, abort, finish, question, shutdown. From it: loading, ready, failed, step, answer.
+# To the engine: start, add, abort, finish, question, reset, shutdown. From it: loading, ready, failed, step, answer.
 MESSAGE_TYPES: dict[bytes, Any] = {
     b"start": EngineConfig,
     b"add": Add,
     b"abort": str,
     b"finish": Finish,
     b"question": Question,
+    b"reset": ResetPrefixCache,
     b"shutdown": None,
     b"loading": Loading,
     b"ready": ResolvedConfig,

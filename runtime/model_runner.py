@@ -5,12 +5,13 @@ It knows batches, not requests: no queues, no text.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from pageframe.kernels.attention import Backend, fill_block, kv_cache_shape, read_block
 from pageframe.runtime.batch import Batch
+from pageframe.runtime.block_copy import BlockCopy, CopyKind
 from pageframe.runtime.block_table import TableUpdates
 from pageframe.runtime.models.decoder import Decoder
 
@@ -22,6 +23,7 @@ class ModelRunner:
         decoder: the model, its weights already on `device`.
         backend: attention kernels.
         kv_dtype: what K and V are stored as.
+        host_slots: blocks that host memory holds beside the pool, 0 for none.
 
     The pool is one tensor [num_layers, *kv_cache_shape]; its memory is taken once, here.
     """
@@ -37,6 +39,7 @@ class ModelRunner:
         max_blocks: int,
         kv_dtype: torch.dtype,
         device: torch.device,
+        host_slots: int = 0,
     ) -> None:
         model = decoder.config
         shape = kv_cache_shape(num_blocks, model.num_kv_heads, block_size, model.head_dim)
@@ -46,6 +49,10 @@ class ModelRunner:
         self._device = device
         self._pool = torch.empty((model.num_layers, *shape), dtype=kv_dtype, device=device)
         self._kv_caches = list(self._pool.unbind(0))
+        # Pinned where there is a GPU: only so can a copy run beside the host's work.
+        self._host_pool = torch.empty(
+            (model.num_layers, host_slots, *shape[1:]), dtype=kv_dtype, pin_memory=device.type == "cuda"
+        )
         self._tables = torch.zeros((max_num_requests, max_blocks), dtype=torch.int32, device=device)
 
     @property
@@ -61,6 +68,7 @@ class ModelRunner:
             hidden states [len(batch.wanted), hidden_size] of the wanted tokens, before the final norm.
         """
         self._apply(batch.table_updates)
+        self.copy_blocks(batch.copies)
         plan = self._backend.plan_attention(batch, self._tables, self._block_size)
         hidden = self._decoder.forward(
             self._to_device(torch.from_numpy(batch.token_ids)),
@@ -77,6 +85,22 @@ class ModelRunner:
         """float32 [n, vocab_size] of hidden states [n, hidden_size]."""
         return self._decoder.logits(hidden)
 
+    @torch.inference_mode()
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Make these copies, one after the other as far as it can be told."""
+        for kind, run in _independent_runs(copies):
+            source = self._host_pool if kind is CopyKind.TO_DEVICE else self._pool
+            target = self._host_pool if kind is CopyKind.TO_HOST else self._pool
+            src = torch.tensor([copy.src for copy in run], dtype=torch.int64)
+            dst = torch.tensor([copy.dst for copy in run], dtype=torch.int64)
+            blocks = source.index_select(1, src.to(source.device))
+            target.index_copy_(1, dst.to(target.device), blocks.to(target.device))
+
+    def synchronize(self) -> None:
+        """Wait until the device has done what it was told."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
     def read_block(self, layer: int, block_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of one block of one layer, each [num_kv_heads, block_size, head_dim]."""
         return read_block(self._kv_caches[layer], block_id)
@@ -87,6 +111,10 @@ class ModelRunner:
         for kv_cache in self._kv_caches:
             fill_block(kv_cache, ids, value)
 
+    def fill_host_slots(self, slots: Sequence[int], value: float) -> None:
+        """Overwrite whole slots of host memory, as `fill_blocks` does for blocks."""
+        self._host_pool.index_fill_(1, torch.tensor(slots, dtype=torch.int64), value)
+
     def _apply(self, updates: TableUpdates) -> None:
         if len(updates):
             rows = self._to_device(torch.from_numpy(updates.rows).long())
@@ -95,3 +123,17 @@ class ModelRunner:
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._device, non_blocking=True)
+
+
+def _independent_runs(copies: Sequence[BlockCopy]) -> Iterator[tuple[CopyKind, list[BlockCopy]]]:
+    """Runs of copies of one kind that may be made all at once: none reads or overwrites what another one writes."""
+    run: list[BlockCopy] = []
+    written: set[int] = set()
+    for copy in copies:
+        if run and (copy.kind is not run[0].kind or copy.dst in written or copy.src in written):
+            yield run[0].kind, run
+            run, written = [], set()
+        run.append(copy)
+        written.add(copy.dst)
+    if run:
+        yield run[0].kind, run

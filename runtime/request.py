@@ -18,6 +18,10 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
 MAX_STOP_IDS = 1024
+MAX_CHOICES = 128
+MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
+#: Most tokens, prompt and output, that a request may ask for where its context slides; keeps counts in int32.
+MAX_TOTAL_TOKENS = 2**30
 
 
 class RequestStatus(str, Enum):
@@ -38,6 +42,7 @@ class SamplingParams:
     """How a request's tokens are chosen and when it ends. The defaults are OpenAI's.
 
     Args:
+        n: how many answers to draw, each a choice with a seed of its own.
         max_tokens: most output tokens; None means as many as `max_model_len` leaves.
         min_tokens: before this many output tokens nothing but max_tokens ends the request; end-of-text and
             stop ids are not sampled, stop strings not looked for.
@@ -52,6 +57,7 @@ class SamplingParams:
         InvalidRequestError: a value is out of range.
     """
 
+    n: int = 1
     max_tokens: int | None = None
     min_tokens: int = 0
     temperature: float = 1.0
@@ -67,6 +73,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
+        _check_int("n", self.n, 1, MAX_CHOICES)
         _check_number("temperature", self.temperature, 0, 10)
         _check_number("top_p", self.top_p, 0, 1, open_low=True)
         _check_number("min_p", self.min_p, 0, 1)
@@ -122,6 +129,11 @@ def _check_int(name: str, value: int, low: int, high: int | None) -> None:
         raise InvalidRequestError(f"{name} is {value!r}; it must be an integer {bounds}", param=name)
 
 
+def choice_ids(request_id: str, n: int) -> list[str]:
+    """The ids of a request's n choices: its own where it has one, else with "-0", "-1", … behind it."""
+    return [request_id] if n == 1 else [f"{request_id}-{index}" for index in range(n)]
+
+
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """Log-probabilities at one output position, of the raw logits (before temperature and filters).
@@ -169,7 +181,8 @@ class Wait:
 
     Args:
         reason: "queue" (behind the head of the queue), "blocks" (needs `needed`, `free` are free), "rows" (all
-            `max_num_requests` are taken) or "budget" (the step's tokens went to others).
+            `max_num_requests` are taken), "budget" (the step's tokens went to others) or "group" (its first choice
+            computes the prompt for all).
         since, until: seconds of the engine's clock; None while it lasts.
     """
 
@@ -184,10 +197,15 @@ class Wait:
 class Request:
     """One choice on its way through the scheduler, which is its one writer.
 
-    While it waits, `token_ids` holds all its tokens; while it runs they live in the scheduler's row
+    While it waits, `token_ids` holds all its tokens; while it runs those of its context live in the scheduler's row
     `row`, and `token_ids` is stale until it is preempted or ends.
 
     Args:
+        salt: whose computed prefixes it may share; see prefix_cache.make_salt.
+        followers: the request's other choices, as long as this one computes the prompt for them; `leader` is the
+            other way round.
+        context_start: tokens that have slid out of the context.
+        num_cached_tokens: prompt tokens found computed when it first entered.
         request_seed: the seed asked for or drawn; `seed` is the choice's own, made from it.
         arrival: a running number; with `priority` it makes the strict order.
         max_total_tokens: prompt plus most output tokens.
@@ -207,6 +225,12 @@ class Request:
     max_total_tokens: int
     stop_ids: frozenset[int]
     eos_ids: frozenset[int]
+    salt: bytes = b""
+    wants_prompt_logprobs: bool = False
+    followers: list[Request] = field(default_factory=list)
+    leader: Request | None = None
+    context_start: int = 0
+    num_cached_tokens: int = 0
     num_prompt_tokens: int = 0
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
@@ -219,6 +243,11 @@ class Request:
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)
+
+    @property
+    def context(self) -> npt.NDArray[np.int32]:
+        """While it waits: the tokens that the model will see."""
+        return self.token_ids[self.context_start :]
 
     @property
     def order(self) -> tuple[int, int]:

@@ -13,17 +13,18 @@ from pageframe.runtime.request import Request
 class RequestRows:
     """Arrays over [max_requests] rows; a row's values mean something only while a request runs in it.
 
-    token_ids            int32 [max_requests, max_model_len]  prompt, then output
-    num_tokens           int32  tokens known so far
+    token_ids            int32 [max_requests, max_model_len + 1]  the context: prompt, then output
+    num_tokens           int32  tokens of the context known so far
     num_computed_tokens  int32  tokens whose K/V are in the cache
-    num_prompt_tokens    int32
-    min_total_tokens     int32  below this many tokens no stop id may be drawn
+    num_prompt_tokens    int32  where the output begins; negative once a context has slid past it
+    min_total_tokens     int32  below this many tokens of context no stop id may be drawn
     temperature, top_p, min_p float32 · top_k, num_logprobs (-1: none) int32 · seed int64
     """
 
     def __init__(self, max_requests: int, max_model_len: int) -> None:
         # np.zeros: pages that no request ever reaches are never touched, so they cost no memory.
-        self.token_ids = np.zeros((max_requests, max_model_len), dtype=np.int32)
+        # One column more: the token behind a full context, which ends the request or makes its context slide.
+        self.token_ids = np.zeros((max_requests, max_model_len + 1), dtype=np.int32)
         self.num_tokens = np.zeros(max_requests, dtype=np.int32)
         self.num_computed_tokens = np.zeros(max_requests, dtype=np.int32)
         self.num_prompt_tokens = np.zeros(max_requests, dtype=np.int32)
@@ -35,15 +36,14 @@ class RequestRows:
         self.num_logprobs = np.full(max_requests, -1, dtype=np.int32)
         self.seed = np.zeros(max_requests, dtype=np.int64)
 
-    def load(self, row: int, request: Request) -> None:
-        """Fill `row` from a request that enters; nothing of it is computed yet."""
-        count = len(request.token_ids)
-        params = request.params
-        self.token_ids[row, :count] = request.token_ids
-        self.num_tokens[row] = count
-        self.num_computed_tokens[row] = 0
-        self.num_prompt_tokens[row] = request.num_prompt_tokens
-        self.min_total_tokens[row] = request.num_prompt_tokens + params.min_tokens
+    def load(self, row: int, request: Request, num_computed_tokens: int) -> None:
+        """Fill `row` from a request that enters, some leading tokens of its context computed already."""
+        context, params = request.context, request.params
+        self.token_ids[row, : len(context)] = context
+        self.num_tokens[row] = len(context)
+        self.num_computed_tokens[row] = num_computed_tokens
+        self.num_prompt_tokens[row] = request.num_prompt_tokens - request.context_start
+        self.min_total_tokens[row] = self.num_prompt_tokens[row] + params.min_tokens
         self.temperature[row] = params.temperature
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p
@@ -53,4 +53,5 @@ class RequestRows:
 
     def store(self, row: int, request: Request) -> None:
         """Take a request's tokens out of its row before it leaves."""
-        request.token_ids = self.token_ids[row, : self.num_tokens[row]].copy()
+        context = self.token_ids[row, : self.num_tokens[row]]
+        request.token_ids = np.concatenate([request.token_ids[: request.context_start], context])

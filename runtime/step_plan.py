@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from pageframe.runtime.block_copy import BlockCopy
 from pageframe.runtime.block_table import TableUpdates
 from pageframe.runtime.request import Request, TokenLogprobs
+from pageframe.runtime.rows import RequestRows
 
 Int32s = npt.NDArray[np.int32]
 
@@ -21,12 +24,14 @@ class StepPlan:
         requests: the scheduled requests; `rows` int32 their rows.
         starts: int32, the first position computed, which equals the tokens already in the cache.
         num_new_tokens: int32, positions computed in this step.
-        num_samples: int32, tokens to draw from the last position: 0 while a prompt is unfinished, else 1.
+        num_samples: int32, tokens to draw from the last position: 0 while a prompt is unfinished, else 1, or one for
+            each choice of a request that now forks.
         num_decode: the first `num_decode` requests compute exactly one token.
         table_updates: block-table entries written since the last step.
+        copies: to be made before the forward pass, one after the other.
         preempted: ids of requests that lost their blocks for this step.
-        prefill_tokens, decode_tokens: their sum is the step's tokens; a request that needed just its next token counts
-            as decode.
+        is_prefill: bool, whether it had more left to compute than its next token.
+        prefill_tokens, decode_tokens: their sum is the step's tokens.
     """
 
     step: int
@@ -37,13 +42,53 @@ class StepPlan:
     num_samples: Int32s
     num_decode: int
     table_updates: TableUpdates
+    copies: tuple[BlockCopy, ...]
     preempted: tuple[str, ...]
+    is_prefill: npt.NDArray[np.bool_]
     prefill_tokens: int
     decode_tokens: int
 
     @property
     def num_tokens(self) -> int:
         return self.prefill_tokens + self.decode_tokens
+
+    @classmethod
+    def build(
+        cls,
+        step: int,
+        running: Sequence[Request],
+        rows: Int32s,
+        new_tokens: Int32s,
+        row_values: RequestRows,
+        *,
+        table_updates: TableUpdates,
+        copies: tuple[BlockCopy, ...],
+        preempted: tuple[str, ...],
+    ) -> StepPlan:
+        """The plan in which running request i, in row rows[i], computes new_tokens[i] tokens; those with 0 stay out."""
+        left = row_values.num_tokens[rows] - row_values.num_computed_tokens[rows]
+        order = np.concatenate([np.flatnonzero(new_tokens == 1), np.flatnonzero(new_tokens > 1)])
+        rows, left, new_tokens = rows[order], left[order], new_tokens[order]
+        requests = [running[index] for index in order.tolist()]
+        num_samples = (new_tokens == left).astype(np.int32)
+        for index in np.flatnonzero(num_samples).tolist():
+            num_samples[index] += len(requests[index].followers)
+        decode_tokens = int(np.count_nonzero(left == 1))
+        return cls(
+            step=step,
+            requests=requests,
+            rows=rows,
+            starts=row_values.num_computed_tokens[rows],
+            num_new_tokens=new_tokens,
+            num_samples=num_samples,
+            num_decode=int(np.count_nonzero(new_tokens == 1)),
+            table_updates=table_updates,
+            copies=copies,
+            preempted=preempted,
+            is_prefill=left > 1,
+            prefill_tokens=int(new_tokens.sum()) - decode_tokens,
+            decode_tokens=decode_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +116,20 @@ class SamplingBatch:
     def __len__(self) -> int:
         return len(self.seed)
 
+    @classmethod
+    def empty(cls) -> SamplingBatch:
+        """No rows at all."""
+        float32s, int32s = np.zeros(0, dtype=np.float32), np.zeros(0, dtype=np.int32)
+        int64s = np.zeros(0, dtype=np.int64)
+        return cls(float32s, int32s, float32s, float32s, int64s, int64s, int32s)
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What the forward pass gave: tokens of the requests with num_samples > 0, in plan order.
+    """What the forward pass gave: num_samples tokens of each request, in plan order.
 
     Args:
-        token_ids: int32 [number of sampling requests].
+        token_ids: int32 [number of samples].
         logprobs: by index into `token_ids`, where asked for.
     """
 

@@ -15,6 +15,7 @@ TORCH_USERS = {
     "runtime/model_runner.py",
     "runtime/sampler.py",
     "runtime/engine_builder.py",
+    "runtime/pool_measure.py",
     *(f"runtime/models/{name}.py" for name in ("decoder", "layers", "loader", "weights")),
 }
 ENGINE_MAY_IMPORT = {"torch", "triton", "numpy", "safetensors", "tokenizers", "jinja2"}

@@ -12,10 +12,12 @@ README = Path(__file__).parent.parent / "README.md"
 
 
 def flag_row(field: dataclasses.Field[object]) -> str:
-    choices = field.metadata["choices"]
+    choices, name = field.metadata["choices"], field.name.replace("_", "-")
     default = "" if field.default is None else f"`{field.default}`"
     help_text = str(field.metadata["help"]) + (f": {', '.join(choices)}" if choices else "")
-    return f"| `--{field.name.replace('_', '-')}` | {default} | {help_text} |"
+    if isinstance(field.default, bool):
+        name, default = f"[no-]{name}", "on" if field.default else "off"
+    return f"| `--{name}` | {default} | {help_text} |"
 
 
 def test_every_flag_of_serve_is_in_the_table() -> None:

@@ -128,5 +128,5 @@ def server(_shared: RunningServer) -> RunningServer:
     engine = _shared.engine
     engine.script = FakeEngine().script
     engine.held_from = None
-    engine.added, engine.aborted, engine.finished, engine.questions = [], [], [], []
+    engine.added, engine.aborted, engine.finished, engine.questions, engine.blocks_cached = [], [], [], [], 7
     return _shared

@@ -9,15 +9,16 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any
 
 from pageframe.runtime.admission import max_total_tokens
 from pageframe.runtime.config import ModelConfig, ResolvedConfig
 from pageframe.runtime.errors import EngineDeadError, InvalidRequestError, RequestNotFoundError
 from pageframe.runtime.inspection import EngineStats
-from pageframe.runtime.request import RequestOutput, SamplingParams, TokenLogprobs
+from pageframe.runtime.request import RequestOutput, SamplingParams, TokenLogprobs, choice_ids
 
 EOS = 256
 BOS = 257
@@ -119,6 +120,15 @@ def with_logprobs(outputs: list[RequestOutput], top: int) -> list[RequestOutput]
     return outputs
 
 
+def merged(*choices: list[RequestOutput]) -> list[RequestOutput]:
+    """The outputs of several choices as an engine gives them: a step's outputs of all, then the next step's."""
+    for index, outputs in enumerate(choices):
+        for output in outputs:
+            output.request_id = str(index)
+    steps = zip_longest(*choices)
+    return [output for step in steps for output in step if output is not None]
+
+
 class FakeQueue:
     def __init__(self) -> None:
         self._items: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
@@ -141,9 +151,13 @@ class Added:
     prompt_token_ids: list[int]
     params: SamplingParams
     queue: FakeQueue
+    tenant: str = ""
+    cache_salt: str = ""
+    priority: int = 0
     outputs: list[RequestOutput] = field(default_factory=list)
 
 
+#: A request's outputs, each choice's under its index as request_id; without one they are every choice's.
 Script = Callable[[list[int], SamplingParams], list[RequestOutput]]
 
 
@@ -162,9 +176,12 @@ class FakeEngine:
         self.death_note = ""
         self.since_progress = 0.0
         self.added: list[Added] = []
+        #: Ids of choices.
         self.aborted: list[str] = []
         self.finished: list[tuple[str, int]] = []
         self.questions: list[tuple[str, str]] = []
+        self.blocks_cached = 7
+        self._live: set[str] = set()
         self.was_shut_down = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._changed = threading.Condition()
@@ -178,33 +195,59 @@ class FakeEngine:
     def seconds_since_progress(self) -> float:
         return self.since_progress
 
-    def add(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> FakeQueue:
+    @property
+    def num_outstanding(self) -> int:
+        return len(self._live)
+
+    def check(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
         if not self.is_alive:
             raise EngineDeadError(self.death_note)
         max_total_tokens(prompt_token_ids, params, self.resolved)
+
+    def add(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, **fields: Any) -> FakeQueue:
+        self.check(prompt_token_ids, params)
         self._loop = asyncio.get_running_loop()
-        added = Added(request_id, list(prompt_token_ids), params, FakeQueue())
+        added = Added(request_id, list(prompt_token_ids), params, FakeQueue(), **fields)
+        choices = choice_ids(request_id, params.n)
+        self._live.update(choices)
         outputs = self.script(added.prompt_token_ids, params)
+        if params.n > 1 and not any(output.request_id for output in outputs):
+            outputs = merged(*(deepcopy(outputs) for _ in choices))
+        for output in filter(None, outputs):
+            output.request_id = choices[int(output.request_id or 0)]
         if params.logprobs is not None:
             with_logprobs(outputs, params.logprobs)
         held_from = len(outputs) if self.held_from is None else self.held_from
-        for output in outputs[:held_from]:
-            added.queue.put(output)
+        self._give(added, outputs[:held_from])
         added.outputs = outputs[held_from:]
         with self._changed:
             self.added.append(added)
             self._changed.notify_all()
         return added.queue
 
-    def abort(self, request_id: str) -> None:
+    def _give(self, added: Added, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            added.queue.put(output)
+            if output is not None and output.finish_reason:
+                self._live.discard(output.request_id)
+
+    def abort(self, choice_id: str) -> None:
         with self._changed:
-            self.aborted.append(request_id)
+            self._live.discard(choice_id)
+            self.aborted.append(choice_id)
             self._changed.notify_all()
 
-    def finish(self, request_id: str, num_output_tokens: int) -> None:
+    def finish(self, choice_id: str, num_output_tokens: int) -> None:
         with self._changed:
-            self.finished.append((request_id, num_output_tokens))
+            self._live.discard(choice_id)
+            self.finished.append((choice_id, num_output_tokens))
             self._changed.notify_all()
+
+    async def reset_prefix_cache(self) -> int:
+        if not self.is_alive:
+            raise EngineDeadError(self.death_note)
+        num_blocks, self.blocks_cached = self.blocks_cached, 0
+        return num_blocks
 
     async def inspect(self, what: str, argument: str = "") -> bytes:
         if not self.is_alive:
@@ -226,13 +269,14 @@ class FakeEngine:
 
     def release(self, added: Added) -> None:
         """Let a request's held outputs go."""
-        self._in_loop(lambda: [added.queue.put(output) for output in added.outputs])
+        self._in_loop(lambda: self._give(added, added.outputs))
 
     def die(self, note: str = "killed") -> None:
         """As if the process had ended: everyone who waits gets an error."""
 
         def end() -> None:
             self.death_note = note
+            self._live.clear()
             for added in self.added:
                 added.queue.put(EngineDeadError(note))
 

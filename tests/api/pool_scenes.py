@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -31,10 +32,13 @@ def make_request(request_id: str, block_table: list[int], computed: int, known: 
         "max_total_tokens": known + 50,
         "num_computed_tokens": computed,
         "num_cached_tokens": 0,
+        "context_start": 0,
+        "leader": None,
         "num_preemptions": 0,
         "block_table": block_table,
         "timings": {"arrived": 50.0, "first_scheduled": None, "first_token": None, "finished": None},
         "waits": [],
+        "prefix": None,
         **fields,
     }
 
@@ -54,27 +58,46 @@ def make_block(block_id: int, state: str = "free", filled: int = 0, owners: tupl
     }
 
 
-def make_answers(num_blocks: int, requests: list[Json], step: int = 1234) -> dict[str, Json]:
-    """What the three routes answer about a pool in which these requests hold their block tables."""
+def make_answers(
+    num_blocks: int, requests: list[Json], step: int = 1234, cached: Sequence[int] = (), **totals: Any
+) -> dict[str, Json]:
+    """What the three routes answer about a pool in which these requests hold their block tables.
+
+    Args:
+        cached: ids of blocks that nobody holds but the prefix cache.
+        totals: of /inspect/kv, in place of what follows from the requests.
+    """
     blocks = [make_block(block_id) for block_id in range(num_blocks)]
+    for block_id in cached:
+        blocks[block_id] = make_block(block_id, "cached", BLOCK_SIZE)
     for request in requests:
         for index, block_id in enumerate(request["block_table"]):
-            filled = min(BLOCK_SIZE, max(0, request["num_computed_tokens"] - index * BLOCK_SIZE))
-            blocks[block_id] = make_block(block_id, "used", filled, (request["id"],))
-    used = sum(block["state"] == "used" for block in blocks)
-    written = sum(request["num_computed_tokens"] for request in requests)
+            if block_id >= 0:
+                filled = min(BLOCK_SIZE, max(0, request["num_computed_tokens"] - index * BLOCK_SIZE))
+                blocks[block_id] = make_block(block_id, "used", filled, (*blocks[block_id]["owners"], request["id"]))
+    used = [block for block in blocks if block["state"] == "used"]
+    written = sum(block["filled"] for block in used)
+    references = sum(block["ref_count"] for block in used)
     running = sum(request["status"] == "running" for request in requests)
     return {
         "kv": {
             "step": step,
             "block_size": BLOCK_SIZE,
             "num_blocks": num_blocks,
-            "blocks": {"free": num_blocks - used, "cached": 0, "used": used, "pinned": 0},
-            "slots": {"written": written, "wasted": used * BLOCK_SIZE - written},
-            "blocks_saved_by_sharing": 0,
+            "blocks": {
+                "free": num_blocks - len(used) - len(cached),
+                "cached": len(cached),
+                "used": len(used),
+                "pinned": 0,
+            },
+            "slots": {"written": written, "wasted": len(used) * BLOCK_SIZE - written},
+            "blocks_saved_by_sharing": references - len(used),
             "bytes": {"pool": num_blocks * 368_640, "per_block": 368_640, "per_token": 23_040},
             "requests": {"running": running, "waiting": len(requests) - running},
             "preemptions": 3,
+            "prefix_cache": {"lookup_tokens": 0, "hit_tokens": 0, "blocks": 0},
+            "host_cache": {"slots": 0, "used": 0},
+            **totals,
         },
         "blocks": {"step": step, "blocks": blocks},
         "requests": {"step": step, "requests": requests},
@@ -111,4 +134,15 @@ def render(picture: RenderableType, width: int, **colour: Any) -> list[str]:
 def one_request() -> Json:
     timings = {"arrived": 50.0, "first_scheduled": 50.012, "first_token": 51.5, "finished": None}
     waits = [make_wait("blocks", needed=7, free=3, until=50.012), make_wait("budget", since=52.0)]
-    return make_request(FIRST, [12, 13, 140], 20, 40, timings=timings, waits=waits, num_preemptions=1)
+    prefix = {"hit_tokens": 16, "reason": "evicted", "evicted_step": 1200}
+    return make_request(
+        FIRST,
+        [12, 13, 140],
+        20,
+        40,
+        timings=timings,
+        waits=waits,
+        num_preemptions=1,
+        num_cached_tokens=16,
+        prefix=prefix,
+    )

@@ -9,10 +9,10 @@ from typing import Any
 import openai
 import pytest
 
-from pageframe.runtime.request import SamplingParams
+from pageframe.runtime.request import RequestOutput, SamplingParams
 
 from .conftest import RunningServer, Start
-from .fakes import BOS, EOS, FakeEngine, outputs_of, reply
+from .fakes import BOS, EOS, FakeEngine, merged, outputs_of, reply
 
 USER = [{"role": "user", "content": "hi"}]
 PROMPT = b"user:hi|bot:"
@@ -211,6 +211,115 @@ def test_a_character_of_several_tokens_comes_out_whole(server: RunningServer) ->
     assert [chunk["choices"][0]["text"] for chunk in chunks] == ["é", "🙂", ""]
     server.engine.script = lambda prompt, params: outputs_of([[0xC0], [0xE2, 0x82]])
     assert server.complete().json()["choices"][0]["text"] == "\ufffd\ufffd"
+
+
+# ---- several choices ------------------------------------------------------------------------------------------------
+
+
+def three_choices(prompt: list[int], params: SamplingParams) -> list[RequestOutput]:
+    """They end in the order 1, 2, 0, and 2 ends at its length."""
+    choices = [reply("alpha"), reply("be"), reply("çes", reason="length")]
+    for outputs in choices:
+        outputs[0].num_cached_tokens = 8
+    return merged(*choices)
+
+
+TEXTS = ["alpha", "be", "çes"]
+REASONS = ["stop", "stop", "length"]
+USAGE = {
+    "prompt_tokens": len(PROMPT),
+    "completion_tokens": 6 + 3 + 4,
+    "total_tokens": len(PROMPT) + 6 + 3 + 4,
+    "prompt_tokens_details": {"cached_tokens": 8},
+}
+
+
+def test_choices_come_in_order_each_with_its_own_text(server: RunningServer) -> None:
+    server.engine.script = three_choices
+    answer = server.chat(n=3).json()
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+    assert [choice["message"]["content"] for choice in answer["choices"]] == TEXTS
+    assert [choice["finish_reason"] for choice in answer["choices"]] == REASONS
+    assert answer["usage"] == USAGE
+    [added] = server.engine.added
+    assert added.request_id == answer["id"]
+    assert added.params == SamplingParams(n=3)
+    assert [choice["text"] for choice in server.complete(n=3).json()["choices"]] == TEXTS
+    assert not server.engine.aborted
+
+
+def test_streamed_choices_each_begin_and_end_once(server: RunningServer) -> None:
+    server.engine.script = three_choices
+    *chunks, last = events(server.chat(n=3, stream=True, stream_options={"include_usage": True}).text)
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    assert all(len(chunk["choices"]) == 1 and chunk["usage"] is None for chunk in chunks)
+    choices = [chunk["choices"][0] for chunk in chunks]
+    for index, (text, reason) in enumerate(zip(TEXTS, REASONS, strict=True)):
+        own = [choice for choice in choices if choice["index"] == index]
+        assert [choice["delta"] for choice in own] == [
+            {"role": "assistant", "content": ""},
+            *({"content": character} for character in text),
+            {},
+        ]
+        assert [choice["finish_reason"] for choice in own] == [None] * (len(text) + 1) + [reason]
+    assert (last["choices"], last["usage"]) == ([], USAGE)
+    seen = [choice["index"] for choice in choices]
+    assert seen != sorted(seen), "the choices were not streamed side by side"
+
+
+def test_openais_client_streams_several_choices(server: RunningServer, client: openai.OpenAI) -> None:
+    server.engine.script = three_choices
+    texts = {0: "", 1: "", 2: ""}
+    for chunk in client.completions.create(model="tiny", prompt="hi", n=3, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert list(texts.values()) == TEXTS
+    answer = client.chat.completions.create(model="tiny", messages=USER, n=3)
+    assert [choice.message.content for choice in answer.choices] == TEXTS
+    assert answer.usage.prompt_tokens_details.cached_tokens == 8
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_ends_its_own_choice_and_no_other(server: RunningServer, stream: bool) -> None:
+    # What the engine makes of choice 1 behind its stop string arrives all the same, and counts for nothing.
+    server.engine.script = lambda prompt, params: merged(
+        reply("abcdef"), outputs_of([b"xS", b"TOPy", b"zz", b"zz"]), reply("STO", reason="length")
+    )
+    fields: dict[str, Any] = {"n": 3, "stop": "STOP", "return_token_ids": True}
+    if stream:
+        *chunks, last = events(server.complete(**fields, stream=True, stream_options={"include_usage": True}).text)
+        assert sum("prompt_token_ids" in chunk for chunk in chunks) == 1
+        assert "prompt_token_ids" in chunks[0]
+        choices = [chunk["choices"][0] for chunk in chunks]
+        texts = ["".join(c["text"] for c in choices if c["index"] == index) for index in range(3)]
+        ids = [[i for c in choices if c["index"] == index for i in c["token_ids"]] for index in range(3)]
+        reasons = {c["index"]: c["stop_reason"] for c in choices if c["finish_reason"]}
+        usage = last["usage"]
+    else:
+        answer = server.complete(**fields).json()
+        texts = [choice["text"] for choice in answer["choices"]]
+        ids = [choice["token_ids"] for choice in answer["choices"]]
+        reasons = {choice["index"]: choice["stop_reason"] for choice in answer["choices"]}
+        usage = answer["usage"]
+    assert texts == ["abcdef", "x", "STO"]
+    assert ids == [[*b"abcdef", EOS], [*b"xSTOP"], [*b"STO"]]
+    assert reasons == {0: None, 1: "STOP", 2: None}
+    assert usage["completion_tokens"] == 7 + 5 + 3
+    assert server.engine.finished == [(f"{server.engine.added[0].request_id}-1", 5)]
+    assert not server.engine.aborted
+
+
+def test_each_choice_has_its_own_logprobs_and_offsets(server: RunningServer) -> None:
+    server.engine.script = lambda prompt, params: merged(reply("ab", reason="length"), reply("xyz", reason="length"))
+    offsets = [choice["logprobs"]["text_offset"] for choice in server.complete(n=2, logprobs=0).json()["choices"]]
+    assert offsets == [[0, 1], [0, 1, 2]]
+    chat = server.chat(n=2, logprobs=True).json()["choices"]
+    assert ["".join(e["token"] for e in choice["logprobs"]["content"]) for choice in chat] == ["ab", "xyz"]
+
+
+def test_priority_and_salt_reach_the_engine(server: RunningServer) -> None:
+    assert server.chat(priority=-5, cache_salt="mine").status_code == 200
+    assert server.complete().status_code == 200
+    assert [(a.priority, a.cache_salt, a.tenant) for a in server.engine.added] == [(-5, "mine", ""), (0, "", "")]
 
 
 def test_legacy_logprobs_are_parallel_lists_with_offsets_into_the_text(server: RunningServer) -> None:

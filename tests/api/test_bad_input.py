@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from .conftest import RunningServer
-from .fakes import MAX_MODEL_LEN, VOCAB_SIZE, WAIT_SECONDS
+from .fakes import MAX_MODEL_LEN, RESOLVED, VOCAB_SIZE, WAIT_SECONDS
 
 MIB = 1024**2
+MAX_NUM_REQUESTS = RESOLVED.max_num_requests
 USER = [{"role": "user", "content": "hi"}]
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 IMAGE = {"type": "image_url", "image_url": {"url": "http://x/y.png"}}
@@ -59,8 +60,6 @@ GENERATION_RULES: list[tuple[dict[str, Any], str, list[str]]] = [
     ({"request_id": "a b"}, "request_id", ['"a b"', "1 to 128"]),
     ({"request_id": "x" * 129}, "request_id", ["129 characters", "1 to 128"]),
     ({"unheard_of": 1}, "unheard_of", ["unheard_of", "not a known field"]),
-    ({"n": 2}, "n", ["2", "not supported"]),
-    ({"n": True}, "n", ["true", "not supported"]),
     ({"presence_penalty": 0.5}, "presence_penalty", ["0.5", "not supported"]),
     ({"frequency_penalty": -2}, "frequency_penalty", ["-2", "not supported"]),
     ({"repetition_penalty": 1.1}, "repetition_penalty", ["1.1", "not supported"]),
@@ -71,8 +70,21 @@ GENERATION_RULES: list[tuple[dict[str, Any], str, list[str]]] = [
     ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens", ["5", "not supported"]),
     ({"response_format": {"type": "json_object"}}, "response_format", ["not supported"]),
     ({"structured_outputs": {"regex": "a"}}, "structured_outputs", ["not supported"]),
-    ({"priority": 1}, "priority", ["1", "not supported"]),
-    ({"cache_salt": "x"}, "cache_salt", ['"x"', "not supported"]),
+    ({"n": 0}, "n", ["0", "at least 1"]),
+    ({"n": -1}, "n", ["-1", "at least 1"]),
+    ({"n": 129}, "n", ["129", "at most 128"]),
+    ({"n": 10**400}, "n", ["400 digits", "at most 128"]),
+    ({"n": MAX_NUM_REQUESTS + 1}, "n", [str(MAX_NUM_REQUESTS + 1), f"at most {MAX_NUM_REQUESTS}", "max_num_requests"]),
+    ({"n": 2.0}, "n", ["2.0", "an integer"]),
+    ({"n": True}, "n", ["true", "an integer"]),
+    ({"n": "2"}, "n", ['"2"', "an integer"]),
+    ({"priority": 2**31}, "priority", [str(2**31), f"at most {2**31 - 1}"]),
+    ({"priority": -(2**31) - 1}, "priority", [str(-(2**31) - 1), f"at least {-(2**31)}"]),
+    ({"priority": 1.5}, "priority", ["1.5", "an integer"]),
+    ({"priority": False}, "priority", ["false", "an integer"]),
+    ({"cache_salt": 5}, "cache_salt", ["5", "a string"]),
+    ({"cache_salt": ["x"]}, "cache_salt", ["a list of 1", "a string"]),
+    ({"cache_salt": "x" * 257}, "cache_salt", ["257 characters", "at most 256"]),
     ({"timeout_seconds": 5}, "timeout_seconds", ["5", "not supported"]),
 ]
 
@@ -160,7 +172,7 @@ def test_a_completion_request_outside_the_rules(
 
 
 NEUTRAL = {
-    "n": [1, None],
+    "n": [1, MAX_NUM_REQUESTS, None],
     "presence_penalty": [0, 0.0, None],
     "frequency_penalty": [0, None],
     "repetition_penalty": [1, 1.0, None],
@@ -171,8 +183,8 @@ NEUTRAL = {
     "truncate_prompt_tokens": [None],
     "response_format": [{"type": "text"}, None],
     "structured_outputs": [{}, None],
-    "priority": [0, None],
-    "cache_salt": ["", None],
+    "priority": [0, 2**31 - 1, -(2**31), None],
+    "cache_salt": ["", "é" * 256, None],
     "timeout_seconds": [None],
     "metadata": [{"a": "b"}],
     "store": [True],

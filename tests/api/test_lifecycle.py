@@ -21,13 +21,13 @@ from pageframe.runtime.config import EngineConfig
 from pageframe.runtime.errors import StartupError
 
 from .conftest import RunningServer, Start
-from .fakes import WAIT_SECONDS, FakeEngine, outputs_of
+from .fakes import WAIT_SECONDS, FakeEngine, merged, outputs_of, reply
 
 BODY = {"messages": [{"role": "user", "content": "hi"}]}
 
 
-def post_raw(server: RunningServer, **fields: Any) -> socket.socket:
-    """A chat request on a connection of its own, sent and not yet answered."""
+def post_raw(server: RunningServer, *, num_added: int = 1, **fields: Any) -> socket.socket:
+    """A chat request on a connection of its own, sent and not yet answered, the engine's `num_added`th."""
     body = json.dumps({**BODY, **fields}).encode()
     head = (
         f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(body)}\r\n"
@@ -37,7 +37,7 @@ def post_raw(server: RunningServer, **fields: Any) -> socket.socket:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.connect(("127.0.0.1", server.port))
     connection.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
-    server.engine.wait_for(lambda: len(server.engine.added) == 1)
+    server.engine.wait_for(lambda: len(server.engine.added) == num_added)
     return connection
 
 
@@ -76,6 +76,21 @@ def test_a_client_that_goes_away_is_aborted_at_once(server: RunningServer, strea
     server.engine.wait_for(lambda: server.engine.aborted == [request_id])
     server.engine.held_from = None
     assert server.chat().status_code == 200
+    server.wait_idle()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_takes_those_of_its_choices_along_that_have_not_ended(
+    server: RunningServer, stream: bool
+) -> None:
+    server.engine.script = lambda prompt, params: merged(reply("long"), reply("", reason="stop"), reply("long"))
+    server.engine.held_from = 5
+    with post_raw(server, stream=stream, n=3) as connection:
+        if stream:
+            assert connection.recv(100).startswith(b"HTTP/1.1 200")
+    request_id = server.engine.added[0].request_id
+    # The last one first: whoever stands behind the first would begin to compute the prompt were that one gone.
+    server.engine.wait_for(lambda: server.engine.aborted == [f"{request_id}-2", f"{request_id}-0"])
     server.wait_idle()
 
 
@@ -138,6 +153,38 @@ def test_a_request_that_fails_in_the_engine_is_a_500_without_its_inside(server: 
     assert '"server_error"' in server.chat(stream=True).text
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_choice_that_fails_ends_the_whole_answer(server: RunningServer, stream: bool) -> None:
+    server.engine.script = lambda prompt, params: merged(
+        reply("abc"), outputs_of([b"x", b""], reason="error"), reply("", reason="stop")
+    )
+    response = server.chat(n=3, stream=stream)
+    if stream:
+        *_, last = rest(iter(response.text.splitlines()))
+        assert "[DONE]" not in response.text
+        error = json.loads(last)["error"]
+    else:
+        assert response.status_code == 500
+        error = response.json()["error"]
+    assert error["type"] == "server_error"
+    server.wait_idle()
+    request_id = server.engine.added[0].request_id
+    assert f"{request_id}-0" in server.engine.aborted
+    assert f"{request_id}-2" not in server.engine.aborted
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engine_that_dies_ends_a_request_of_several_choices_once(start: Start, stream: bool) -> None:
+    server = start()
+    server.engine.held_from = 0
+    with post_raw(server, stream=stream, n=3) as connection:
+        server.engine.die()
+        answer = read_all(connection)
+    assert answer.startswith(b"HTTP/1.1 500")
+    assert answer.count(b'"type":"server_error"') == 1
+    server.wait_idle()
+
+
 def test_a_failure_in_the_middle_of_a_stream_is_an_event_and_then_the_end(server: RunningServer) -> None:
     server.engine.script = lambda prompt, params: outputs_of([b"a", b"b"], reason="error")
     response = server.chat(stream=True)
@@ -168,6 +215,86 @@ def test_work_that_waits_without_a_step_is_not_healthy(start: Start) -> None:
     assert health.status_code == 503
     assert health.json()["status"] == "stuck"
     assert health.json()["seconds_since_last_step"] == 31.0
+
+
+# ---- a full queue ---------------------------------------------------------------------------------------------------
+
+
+class Crowd:
+    """A server whose queue has room for `max_queue`, and requests that the engine holds."""
+
+    def __init__(self, start: Start, *, max_queue: int, held: int, running: int, waiting: int) -> None:
+        self.server = start(max_queue=max_queue)
+        engine = self.server.engine
+        engine.held_from = 0
+        self.connections = []
+        for number in range(1, held + 1):
+            engine.stats.num_running, engine.stats.num_waiting = 0, 0
+            self.connections.append(post_raw(self.server, num_added=number))
+        engine.stats.num_running, engine.stats.num_waiting = running, waiting
+
+    def close(self) -> None:
+        for connection in self.connections:
+            connection.close()
+        self.server.engine.wait_for(lambda: self.server.engine.num_outstanding == 0)
+
+
+def test_a_full_queue_is_a_429_that_says_when_to_ask_again(start: Start) -> None:
+    crowd = Crowd(start, max_queue=2, held=4, running=2, waiting=2)
+    for body in ({}, {"stream": True}):
+        response = crowd.server.chat(**body)
+        assert response.status_code == 429
+        error = response.json()["error"]
+        assert (error["type"], error["code"], error["param"]) == ("rate_limit_error", "queue_full", None)
+        assert "2 requests wait" in error["message"]
+        assert "max_queue is 2" in error["message"]
+        assert response.headers["retry-after"] == "1"
+        assert response.headers["x-request-id"]
+    assert len(crowd.server.engine.added) == 4, "a refused request reached the engine"
+    assert 'pageframe:num_refused_total{model_name="tiny"} 2.0' in crowd.server.client.get("/metrics").text
+    crowd.close()
+    crowd.server.engine.held_from = None
+    crowd.server.engine.stats.num_running = crowd.server.engine.stats.num_waiting = 0
+    assert crowd.server.chat().status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("running", "waiting", "n", "status"),
+    [
+        (3, 1, 1, 200),  # 1 waits, 1 more may
+        (3, 1, 2, 429),
+        (2, 2, 1, 429),
+        # Nothing waited after the last step: all that came since may run, 8 of them.
+        (4, 0, 4, 200),
+        (0, 0, 4, 200),
+        (0, 0, 6, 200),
+        # More than can run and wait, whatever the last step says.
+        (4, 0, 7, 429),
+        (0, 0, 7, 429),
+    ],
+)
+def test_what_counts_as_waiting(start: Start, running: int, waiting: int, n: int, status: int) -> None:
+    crowd = Crowd(start, max_queue=2, held=4, running=running, waiting=waiting)
+    crowd.server.engine.held_from = None
+    assert crowd.server.chat(n=n).status_code == status
+    crowd.close()
+
+
+def test_a_queue_of_none_serves_who_can_run(start: Start) -> None:
+    crowd = Crowd(start, max_queue=0, held=1, running=1, waiting=0)
+    crowd.server.engine.held_from = None
+    assert crowd.server.chat().status_code == 200
+    crowd.server.engine.stats.num_waiting = 1
+    assert crowd.server.chat().status_code == 429
+    crowd.close()
+
+
+def test_what_can_never_be_served_is_the_clients_fault_however_full_the_queue(start: Start) -> None:
+    crowd = Crowd(start, max_queue=1, held=2, running=1, waiting=1)
+    for fields in ({"n": 9}, {"max_tokens": 10**6}, {"temperature": 11}):
+        assert crowd.server.chat(**fields).status_code == 400
+    assert crowd.server.chat().status_code == 429
+    crowd.close()
 
 
 # ---- starting -------------------------------------------------------------------------------------------------------

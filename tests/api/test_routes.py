@@ -13,7 +13,7 @@ from pageframe.api.config import ServerConfig
 from pageframe.runtime.errors import ConfigError
 
 from .conftest import RunningServer, Start
-from .fakes import WAIT_SECONDS, outputs_of
+from .fakes import WAIT_SECONDS, merged, outputs_of, reply
 
 
 def test_importing_the_http_side_imports_no_torch() -> None:
@@ -165,6 +165,30 @@ def test_a_step_number_is_a_number(server: RunningServer, since: str) -> None:
     assert not server.engine.questions
 
 
+def test_the_prefix_cache_is_reset_by_the_engine(server: RunningServer) -> None:
+    for origin, forgotten in ((None, 7), (f"http://127.0.0.1:{server.port}", 0)):
+        headers = {} if origin is None else {"origin": origin}
+        response = server.client.post("/reset_prefix_cache", headers=headers)
+        assert response.status_code == 200
+        assert response.json() == {"blocks_forgotten": forgotten}
+        assert response.headers["x-request-id"]
+
+
+@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://localhost:1", "http://[", ""])
+def test_a_page_elsewhere_does_not_reset_the_prefix_cache(server: RunningServer, origin: str) -> None:
+    response = server.client.post("/reset_prefix_cache", headers={"origin": origin})
+    assert response.status_code == 403
+    assert response.json()["error"]["code"] == "origin_not_allowed"
+    assert server.engine.blocks_cached == 7
+
+
+def test_a_dead_engine_has_no_prefix_cache(start: Start) -> None:
+    server = start()
+    server.chat()
+    server.engine.die()
+    assert server.client.post("/reset_prefix_cache").status_code == 503
+
+
 # ---- metrics --------------------------------------------------------------------------------------------------------
 
 
@@ -189,6 +213,8 @@ def test_gauges_and_totals_are_the_engines(start: Start) -> None:
     assert (found["kv_slots_written", ""], found["kv_slots_wasted", ""]) == (40, 8)
     assert (found["num_preemptions_total", ""], found["num_aborts_total", ""]) == (5, 0)
     assert found["cache_config_info", "4,float32,32"] == 1
+    assert (found["prefix_cache_queries_total", ""], found["prefix_cache_hits_total", ""]) == (0, 0)
+    assert found["num_refused_total", ""] == 0
     assert found["prompt_tokens_total", ""] == 0
     server.engine.stats.num_running = server.engine.stats.num_waiting = server.engine.stats.blocks_used = 0
     found = samples(server)
@@ -218,6 +244,28 @@ def test_counters_and_histograms_count_what_was_served(start: Start) -> None:
         assert (f"{name}_bucket", "0.001") in found
 
 
+def test_prefix_cache_counters_are_the_engines_tokens(start: Start) -> None:
+    server = start()
+    server.engine.stats.lookup_tokens, server.engine.stats.hit_tokens = 300, 128
+    found = samples(server)
+    assert (found["prefix_cache_queries_total", ""], found["prefix_cache_hits_total", ""]) == (300, 128)
+
+
+def test_a_request_of_several_choices_counts_its_prompt_once_and_each_choice(start: Start) -> None:
+    server = start()
+    server.engine.script = lambda prompt, params: merged(reply("hello"), outputs_of([b"abc", b"de"]))
+    server.complete(n=2)
+    server.complete(n=2, stream=True)
+    found = samples(server)
+    assert found["prompt_tokens_total", ""] == found["request_prompt_tokens_sum", ""] == 6
+    assert found["time_to_first_token_seconds_count", ""] == found["request_queue_time_seconds_count", ""] == 2
+    assert found["generation_tokens_total", ""] == found["request_generation_tokens_sum", ""] == 2 * (6 + 5)
+    assert found["request_success_total", "stop"] == found["request_success_total", "length"] == 2
+    assert found["e2e_request_latency_seconds_count", ""] == found["request_decode_time_seconds_count", ""] == 4
+    # A choice's first output is followed by gaps of its own: 5 more tokens of one, 2 of the other.
+    assert found["inter_token_latency_seconds_count", ""] == 2 * (5 + 2)
+
+
 # ---- settings -------------------------------------------------------------------------------------------------------
 
 
@@ -228,6 +276,8 @@ def test_counters_and_histograms_count_what_was_served(start: Start) -> None:
         ("port", -1, "port is -1; it must be from 0 to 65535"),
         ("port", 65536, "port is 65536; it must be from 0 to 65535"),
         ("served_model_name", " ", "served_model_name is ' '"),
+        ("max_queue", -1, "max_queue is -1; it must be from 0 to 1000000"),
+        ("max_queue", 10**6 + 1, "max_queue is 1000001; it must be from 0 to 1000000"),
         ("max_body_bytes", 0, "max_body_bytes is 0; it must be from 1 to 2147483648"),
         ("drain_timeout", -1.0, "drain_timeout is -1; it must be from 0 to 3600"),
         ("drain_timeout", float("nan"), "drain_timeout is nan"),
@@ -243,3 +293,4 @@ def test_a_setting_out_of_range(field: str, value: object, said: str) -> None:
 def test_the_defaults_are_local() -> None:
     config = ServerConfig()
     assert (config.host, config.port, config.max_body_bytes) == ("127.0.0.1", 8000, 16 * 1024**2)
+    assert config.max_queue == 1024

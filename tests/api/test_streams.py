@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from itertools import pairwise
 from typing import Any
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+from pageframe.runtime.request import RequestOutput, SamplingParams
 
 from .conftest import RunningServer
 from .fakes import outputs_of
@@ -54,6 +57,52 @@ def test_the_pieces_of_a_stream_are_the_whole_answer(
             joined = [entry for piece in pieces if piece["logprobs"] for entry in piece["logprobs"][name]]
             assert joined == choice["logprobs"][name]
         assert len(choice["logprobs"]["tokens"]) == whole["usage"]["completion_tokens"]
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    datas=st.lists(BYTES, min_size=2, max_size=4),
+    cuts=st.lists(st.integers(0, 100), max_size=12),
+    stops=STOPS,
+    order=st.randoms(use_true_random=False),
+)
+def test_each_of_several_choices_is_what_it_would_be_alone(
+    server: RunningServer, datas: list[bytes], cuts: list[int], stops: list[str], order: random.Random
+) -> None:
+    alone = []
+    for data in datas:
+        server.engine.script = lambda prompt, params, data=data: outputs_of(_split(data, cuts))  # type: ignore[misc]
+        alone.append(server.complete(stop=stops).json())
+
+    def script(prompt: list[int], params: SamplingParams) -> list[RequestOutput]:
+        """Each choice's outputs in their order, the choices mixed at random."""
+        choices = [of_choice(index, outputs_of(_split(data, cuts))) for index, data in enumerate(datas)]
+        turns = [index for index, outputs in enumerate(choices) for _ in outputs]
+        order.shuffle(turns)
+        return [choices[index].pop(0) for index in turns]
+
+    server.engine.script = script
+    fields: dict[str, Any] = {"n": len(datas), "stop": stops}
+    *chunks, last = events(server.complete(**fields, stream=True, stream_options={"include_usage": True}).text)
+    whole = server.complete(**fields).json()
+    for index, solo in enumerate(alone):
+        [expected] = solo["choices"]
+        assert whole["choices"][index] == {**expected, "index": index}
+        pieces = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        assert "".join(piece["text"] for piece in pieces) == expected["text"]
+        assert (pieces[-1]["finish_reason"], pieces[-1]["stop_reason"]) == (
+            expected["finish_reason"],
+            expected["stop_reason"],
+        )
+    counts = [solo["usage"]["completion_tokens"] for solo in alone]
+    assert whole["usage"]["completion_tokens"] == last["usage"]["completion_tokens"] == sum(counts)
+    assert whole["usage"]["prompt_tokens"] == alone[0]["usage"]["prompt_tokens"]
+
+
+def of_choice(index: int, outputs: list[RequestOutput]) -> list[RequestOutput]:
+    for output in outputs:
+        output.request_id = str(index)
+    return outputs
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -161,7 +161,9 @@ def test_one_request_in_full() -> None:
     assert render(draw_request(one_request(), BLOCK_SIZE), 80) == [
         f"{FIRST}  running",
         "tokens       20 of 40 computed: 30 of the prompt, 10 of the answer; at most 90",
-        "cached       0 tokens of the prompt were in the prefix cache",
+        "cached       16 tokens of the prompt were in the prefix cache",
+        "lookup       16 tokens found when it last entered: the next block was evicted in",
+        "             step 1,200",
         "sampling     seed 7",
         'order        priority 0, tenant ""',
         "preemptions  1",
@@ -173,6 +175,34 @@ def test_one_request_in_full() -> None:
         "logical → physical, slots filled",
         "0 →  12 █ 16/16    1 →  13 ▂  4/16    2 → 140 ░  0/16",
     ]
+
+
+def test_a_choice_that_waits_for_the_first_one() -> None:
+    request = make_request(SECOND, [], 0, 40, leader=FIRST, waits=[make_wait("group")])
+    lines = render(draw_request(request, BLOCK_SIZE), 80)
+    assert f"choice       {FIRST} computes the prompt" in lines
+    assert any(line.endswith("now for the first choice, which computes the prompt") for line in lines)
+
+
+@pytest.mark.parametrize("reason", ["complete", "differs", "evicted", "salt", "logprobs", "recompute", "off"])
+def test_every_end_of_a_lookup_has_words(reason: str) -> None:
+    prefix = {"hit_tokens": 32, "reason": reason, "evicted_step": None}
+    lines = render(draw_request(make_request(FIRST, [1, 2, 3], 40, 42, prefix=prefix), BLOCK_SIZE), 200)
+    [line] = [line for line in lines if line.startswith("lookup")]
+    assert line.startswith("lookup       32 tokens found when it last entered: ")
+    assert not line.endswith(f": {reason}")
+
+
+def test_blocks_behind_a_window_and_a_context_that_slid() -> None:
+    request = make_request(FIRST, [-1, -1, 5, 6], 60, 102, context_start=40)
+    lines = render(draw_request(request, BLOCK_SIZE), 80)
+    assert "tokens       60 of 62 computed: 92 of the prompt, 10 of the answer; at most 152" in lines
+    assert "context      begins at token 40" in lines
+    assert "blocks       2 of 16 slots each" in lines
+    assert lines[-1].split() == ["0", "→", "-", "1", "→", "-", "2", "→", "5", "█", "16/16", "3", "→", "6", "▆", "12/16"]
+    picture = render(draw_snapshot(to_snapshot(make_answers(8, [request])), OwnerColors(), 200), 200)
+    assert picture[-1].split("  ")[-1] == "5 6 | behind the window: 2"
+    assert "60/62" in picture[-1]
 
 
 def test_many_waits_and_a_finish(capsys: pytest.CaptureFixture[str]) -> None:

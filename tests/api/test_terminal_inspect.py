@@ -13,13 +13,29 @@ from rich.console import Console
 from rich.text import Text
 
 from pageframe.api.terminal_drawing import (
+    CACHED,
+    CACHED_STYLE,
     FREE,
+    NO_OWNER,
+    PALETTE,
     OwnerColors,
+    draw_pool,
     draw_snapshot,
 )
 from pageframe.api.terminal_inspect import add_arguments, run, watch
 
-from .pool_scenes import FIRST, SECOND, THIRD, make_answers, one_request, render, scene, script, to_snapshot
+from .pool_scenes import (
+    FIRST,
+    SECOND,
+    THIRD,
+    make_answers,
+    make_request,
+    one_request,
+    render,
+    scene,
+    script,
+    to_snapshot,
+)
 from .scripted_server import ScriptedServer
 
 
@@ -45,7 +61,8 @@ def test_picture_at_80_columns(
     assert inspect("--url", served.url) == 0
     assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == [
         "step 1,234 | 100 blocks: 92 free, 0 cached, 8 used, 0 pinned",
-        "slots: 109 written, 19 wasted (14.8%) | 35.2 MiB, 360.0 KiB a block",
+        "saved by sharing: 0 | slots: 109 written, 19 wasted (14.8%)",
+        "prefix cache: 0 of 0 tokens found | 35.2 MiB, 360.0 KiB a block",
         "requests: 2 running, 1 waiting | preemptions: 3",
         "",
         "  0 █▂··········████························█▄······················",
@@ -67,10 +84,11 @@ def test_picture_at_200_columns(
     assert inspect("--url", served.url + "/v1/") == 0
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == (
-        "step 1,234 | 100 blocks: 92 free, 0 cached, 8 used, 0 pinned | slots: 109 written, 19 wasted (14.8%) | "
-        "35.2 MiB, 360.0 KiB a block | requests: 2 running, 1 waiting | preemptions: 3"
+        "step 1,234 | 100 blocks: 92 free, 0 cached, 8 used, 0 pinned | saved by sharing: 0 | "
+        "slots: 109 written, 19 wasted (14.8%) | prefix cache: 0 of 0 tokens found | 35.2 MiB, 360.0 KiB a block"
     )
-    assert lines[2] == "  0 █▂··········████························█▄" + "·" * 58
+    assert lines[1] == "requests: 2 running, 1 waiting | preemptions: 3"
+    assert lines[3] == "  0 █▂··········████························█▄" + "·" * 58
     assert lines[-3:] == [
         f"█ {FIRST}  running     89/90  12-15 40 41",
         f"█ {SECOND}  running     20/32  0 1 | waits for the token budget",
@@ -94,6 +112,35 @@ def test_no_color_leaves_no_escape_codes_of_colour(monkeypatch: pytest.MonkeyPat
     assert not any(f"\x1b[{code}m" in line for code in range(30, 38) for line in lines)
 
 
+def test_shared_and_cached_blocks_and_what_they_save() -> None:
+    first, second = make_request(FIRST, [3, 4, 5], 40, 41), make_request(SECOND, [3, 4, 6], 36, 37)
+    answers = make_answers(
+        16,
+        [first, second],
+        cached=[8, 9, 12],
+        prefix_cache={"lookup_tokens": 1500, "hit_tokens": 1056, "blocks": 5},
+        host_cache={"slots": 20, "used": 2},
+    )
+    lines = render(draw_snapshot(to_snapshot(answers), OwnerColors(), 80), 80)
+    assert " 0 ···▓▓▄▂·∘∘··∘···" in lines
+    totals = " | ".join(lines[: lines.index("")]).split(" | ")
+    assert totals[1:6] == [
+        "16 blocks: 9 free, 3 cached, 4 used, 0 pinned",
+        "saved by sharing: 2",
+        "slots: 44 written, 20 wasted (31.2%)",
+        "prefix cache: 1,056 of 1,500 tokens found",
+        "host memory: 2 of 20 blocks",
+    ]
+    assert "∘ cached" in "\n".join(lines)
+    assert "▓ shared" in "\n".join(lines)
+
+
+def test_a_cached_block_has_no_requests_colour() -> None:
+    assert CACHED_STYLE not in (*PALETTE, NO_OWNER)
+    pool = draw_pool(make_answers(16, [], cached=[4])["blocks"]["blocks"], 16, OwnerColors(), 80)
+    assert next(span.style for span in pool.spans if pool.plain[span.start] == CACHED) == CACHED_STYLE
+
+
 def test_an_idle_server() -> None:
     lines = render(draw_snapshot(to_snapshot(make_answers(20, [])), OwnerColors(), 80), 80)
     assert " 0 " + FREE * 20 in lines
@@ -102,7 +149,11 @@ def test_an_idle_server() -> None:
 
 
 def test_request_is_found_by_its_id_or_a_beginning(capsys: pytest.CaptureFixture[str]) -> None:
-    answers = script(scene()) | {f"/inspect/requests/{FIRST}": [{"step": 1, **one_request()}]}
+    second = scene()["requests"]["requests"][1]
+    answers = script(scene()) | {
+        f"/inspect/requests/{FIRST}": [{"step": 1, **one_request()}],
+        f"/inspect/requests/{SECOND}": [{"step": 1, **second}],
+    }
     with ScriptedServer(answers) as server:
         assert inspect("--url", server.url, "--request", FIRST) == 0
         assert "140 ░  0/16" in capsys.readouterr().out

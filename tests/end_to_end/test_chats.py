@@ -97,6 +97,88 @@ def assert_a_tie_set_them_apart(messages: list[dict[str, str]], shared: str, sol
     assert verdict.wrong == 0, f"the answers differ, and not by a tie: {shared!r} and {solo!r}"
 
 
+@dataclass(frozen=True, slots=True)
+class Choices:
+    texts: list[str]
+    reasons: list[str | None]
+    usage: tuple[int, int, int]
+
+
+async def ask_for_choices(client: AsyncOpenAI, n: int, **fields: Any) -> Choices:
+    """Streamed, and put together by index alone."""
+    texts, reasons, usage = [""] * n, [None] * n, (0, 0, 0)
+    stream: Any = await client.chat.completions.create(
+        model="SmolLM2-135M-Instruct",
+        messages=conversations()[0],  # type: ignore[arg-type]
+        n=n,
+        max_tokens=24,
+        stream=True,
+        stream_options={"include_usage": True},
+        **fields,
+    )
+    async for chunk in stream:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+        if chunk.usage is not None:
+            cached = chunk.usage.prompt_tokens_details.cached_tokens
+            usage = (chunk.usage.prompt_tokens, chunk.usage.completion_tokens, cached)
+    return Choices(texts, reasons, usage)
+
+
+def ask_in_turn(url: str, *asked: dict[str, Any]) -> list[Choices]:
+    async def ask() -> list[Choices]:
+        async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300) as client:
+            return [await ask_for_choices(client, **fields) for fields in asked]
+
+    return asyncio.run(ask())
+
+
+def test_greedy_choices_are_all_the_one_answer(server: RunningServer) -> None:
+    one, three = ask_in_turn(server.url, {"n": 1, "temperature": 0}, {"n": 3, "temperature": 0})
+    for text in three.texts:
+        if text != one.texts[0]:
+            assert_a_tie_set_them_apart(conversations()[0], text, one.texts[0])
+    assert None not in three.reasons
+    assert three.usage[0] == one.usage[0], "the prompt counts once"
+    assert three.usage[1] == 3 * one.usage[1]
+    block_size = get_json(f"{server.url}/inspect/kv")["block_size"]
+    assert three.usage[2] == (three.usage[0] - 1) // block_size * block_size > 0, "the prompt was computed a moment ago"
+
+
+def test_seeded_choices_differ_and_come_back_the_same(server: RunningServer) -> None:
+    seeded = {"n": 3, "temperature": 1, "seed": 11}
+    first, again, alone = ask_in_turn(server.url, seeded, seeded, {**seeded, "n": 1})
+    assert len(set(first.texts)) == 3
+    assert again.texts == first.texts
+    assert alone.texts == first.texts[:1]
+    assert (again.reasons, again.usage[:2]) == (first.reasons, first.usage[:2])
+
+
+def test_choices_are_seen_under_their_own_ids(server: RunningServer) -> None:
+    async def ask() -> tuple[str, list[Any], Any]:
+        async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300) as client:
+            stream = await client.completions.create(
+                model="SmolLM2-135M-Instruct", prompt=CONTEXT, n=2, max_tokens=500, stream=True, seed=1
+            )
+            first = await anext(aiter(stream))
+            live = [
+                await asyncio.to_thread(get_json, f"{server.url}/inspect/requests/{first.id}-{index}")
+                for index in range(2)
+            ]
+            kv = await asyncio.to_thread(get_json, f"{server.url}/inspect/kv")
+            await stream.close()
+            return first.id, live, kv
+
+    response_id, live, kv = asyncio.run(ask())
+    assert [request["id"] for request in live] == [f"{response_id}-0", f"{response_id}-1"]
+    tables = [request["block_table"] for request in live]
+    shared = live[0]["num_prompt_tokens"] // kv["block_size"]
+    assert tables[0][:shared] == tables[1][:shared]
+    assert set(tables[0][shared:]).isdisjoint(tables[1][shared:])
+    assert kv["blocks_saved_by_sharing"] == shared > 0
+
+
 def test_the_plain_client_gets_the_same_text_unstreamed(server: RunningServer) -> None:
     async def ask() -> tuple[Answer, Any]:
         async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300) as client:

@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,16 @@ PATIENCE_SECONDS = 30.0
 def get(url: str) -> tuple[int, Any]:
     try:
         with urllib.request.urlopen(url, timeout=30) as response:
+            return response.status, json.load(response)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def post(url: str, body: dict[str, Any]) -> tuple[int, Any]:
+    data = json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"content-type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=120) as response:
             return response.status, json.load(response)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)
@@ -53,15 +64,20 @@ def long_request(stream: bool) -> dict[str, Any]:
     return {"prompt": "Count:", "max_tokens": 2000, "ignore_eos": True, "stream": stream, "temperature": 0}
 
 
+def requests(url: str) -> dict[str, int]:
+    counts: dict[str, int] = get(f"{url}/inspect/kv")[1]["requests"]
+    return counts
+
+
 def running(url: str) -> int:
-    requests = get(f"{url}/inspect/kv")[1]["requests"]
-    return int(requests["running"] + requests["waiting"])
+    return sum(requests(url).values())
 
 
+@pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("stream", [True, False], ids=["streaming", "unstreamed"])
-def test_a_client_that_goes_away_frees_its_blocks(server: RunningServer, stream: bool) -> None:
-    connection = open_completion(server.url, long_request(stream))
-    eventually(lambda: running(server.url) == 1, "the request runs")
+def test_a_client_that_goes_away_frees_its_blocks(server: RunningServer, stream: bool, n: int) -> None:
+    connection = open_completion(server.url, {**long_request(stream), "n": n})
+    eventually(lambda: running(server.url) == n, "the request runs")
     connection.close()
     took = eventually(lambda: running(server.url) == 0, "the request is gone")
     assert took < 1.0
@@ -76,7 +92,50 @@ def test_many_clients_that_go_away_leave_nothing(server: RunningServer) -> None:
             connection.close()
         eventually(lambda: running(server.url) == 0, "all twenty are gone")
     kv = get(f"{server.url}/inspect/kv")[1]
-    assert kv["blocks"]["free"] == kv["num_blocks"]
+    assert kv["blocks"]["free"] + kv["blocks"]["cached"] == kv["num_blocks"]
+
+
+def test_a_reset_and_a_salt_keep_prefixes_apart(server: RunningServer) -> None:
+    def cached_tokens(**fields: Any) -> int:
+        body = {"prompt": "One sheep, two sheep, " * 20, "max_tokens": 1, **fields}
+        status, answer = post(f"{server.url}/v1/completions", body)
+        assert status == 200
+        return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    post(f"{server.url}/reset_prefix_cache", {})
+    assert [cached_tokens(), cached_tokens(cache_salt="mine")] == [0, 0]
+    hit = cached_tokens()
+    assert hit >= 64
+    assert hit % get(f"{server.url}/inspect/kv")[1]["block_size"] == 0
+    assert cached_tokens(cache_salt="mine") == hit
+    cached = get(f"{server.url}/inspect/kv")[1]["blocks"]["cached"]
+    assert post(f"{server.url}/reset_prefix_cache", {}) == (200, {"blocks_forgotten": cached})
+    assert cached_tokens() == 0
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as response:
+        text = response.read().decode()
+    hits, queries = (
+        float(text.split(f'pageframe:prefix_cache_{name}_total{{model_name="SmolLM2-135M-Instruct"}} ')[1].split()[0])
+        for name in ("hits", "queries")
+    )
+    assert 2 * hit <= hits < queries
+
+
+def test_a_full_queue_turns_requests_away_and_serves_those_it_took() -> None:
+    with running_server("--kv-memory", "64MiB", "--max-num-requests", "2", "--max-queue", "2") as own:
+        connections = [open_completion(own.url, long_request(stream=True)) for _ in range(4)]
+        eventually(lambda: requests(own.url) == {"running": 2, "waiting": 2}, "two run and two wait")
+        status, answer = post(f"{own.url}/v1/completions", {"prompt": "Hi", "max_tokens": 1})
+        assert (status, answer["error"]["code"]) == (429, "queue_full")
+        for connection in connections:
+            connection.close()
+        eventually(lambda: requests(own.url) == {"running": 0, "waiting": 0}, "all are gone")
+
+        with ThreadPoolExecutor(16) as pool:
+            body = {"prompt": "Hi", "max_tokens": 16, "ignore_eos": True}
+            answers = list(pool.map(lambda _: post(f"{own.url}/v1/completions", body), range(32)))
+        assert {status for status, _ in answers} == {200, 429}
+        assert all(answer["usage"]["completion_tokens"] == 16 for status, answer in answers if status == 200)
+        eventually(lambda: requests(own.url) == {"running": 0, "waiting": 0}, "all are done")
 
 
 def test_a_killed_engine_is_seen_within_a_second_and_nobody_hangs() -> None:

@@ -2,20 +2,24 @@
 
 Its "KV" at position p of layer l is a 64-bit hash of (salt, all tokens up to p, l), continued from what the cache
 holds at p - 1. It is written through the batch's slots and read back through a copy of the block tables that only
-`table_updates` change, as a real runner does. The next token mixes every slot of the context in every layer with the
-sampling parameters. It knows no scheduler; `solo` knows not even blocks.
+`table_updates` change, as a real runner does, and copied between blocks and host memory where a batch says so. The
+next token mixes every slot of the context (with a window: of the window) in every layer with the sampling parameters.
+It knows no scheduler; `solo` knows not even blocks.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from pageframe.runtime.batch import Batch
+from pageframe.runtime.block_copy import CopyKind
 from pageframe.runtime.request import GREEDY_BELOW, SamplingParams, TokenLogprobs
 from pageframe.runtime.step_plan import SamplingBatch, StepResult
 
@@ -73,7 +77,8 @@ class Solo:
 class ChainHashModel:
     """A Runner and a TokenSampler over a pool [num_layers, num_blocks * block_size] uint64, poisoned at the start.
 
-    `fail_next` makes the next forward raise: "before" anything is touched, or "after" the cache is written.
+    `fail_next` makes the next forward raise: "before" anything is touched, "after" the cache is written, or where there
+    are "copies" to be made. `num_failures` counts.
     """
 
     def __init__(
@@ -84,13 +89,20 @@ class ChainHashModel:
         max_num_requests: int,
         max_blocks: int,
         num_layers: int = 2,
+        host_slots: int = 0,
+        window: int | None = None,
         salt: int = 0x5A17,
     ) -> None:
+        assert window is None or window >= 2, "a token's hash continues from the one before it"
         self.block_size = block_size
         self.pool: Uint64s = np.full((num_layers, num_blocks * block_size), POISON, dtype=np.uint64)
         self._blocks = self.pool.reshape(num_layers, num_blocks, block_size)
+        self._host = np.full((num_layers, host_slots, block_size), POISON, dtype=np.uint64)
+        self.window = window
+        self.num_copies: Counter[CopyKind] = Counter()
         self.num_forwards = 0
         self.fail_next = ""
+        self.num_failures = 0
         self._tables = np.full((max_num_requests, max_blocks), -1, dtype=np.int64)
         self._roots = [mix(salt + layer) for layer in range(num_layers)]
         self._roots_column = np.array(self._roots, dtype=np.uint64)[:, None]
@@ -106,22 +118,33 @@ class ChainHashModel:
         """Overwrite whole blocks in every layer: nothing may read them before they are written again."""
         self._blocks[:, block_ids] = POISON
 
+    def poison_host(self, slots: Sequence[int]) -> None:
+        self._host[:, slots] = POISON
+
     # ---- Runner ---------------------------------------------------------------------------------------------------
 
     def forward(self, batch: Batch) -> Uint64s:
         """Write the KV of the batch's tokens; the hash of the whole context, uint64 [n], for each wanted token."""
         self.num_forwards += 1
-        if self.fail_next == "before":
-            self.fail_next = ""
-            raise InjectedFailure("before the cache was written")
+        if self.fail_next == "before" or (self.fail_next == "copies" and batch.copies):
+            self._fail("before the cache was written")
         check_batch(batch)
+        for copy in batch.copies:
+            self.num_copies[copy.kind] += 1
+            source = self._host if copy.kind is CopyKind.TO_DEVICE else self._blocks
+            target = self._host if copy.kind is CopyKind.TO_HOST else self._blocks
+            target[:, copy.dst] = source[:, copy.src]
         updates = batch.table_updates
         self._tables[updates.rows, updates.indices] = updates.block_ids
         self._write(batch)
         if self.fail_next == "after":
-            self.fail_next = ""
-            raise InjectedFailure("after the cache was written")
+            self._fail("after the cache was written")
         return self._read(batch)
+
+    def _fail(self, when: str) -> NoReturn:
+        self.fail_next = ""
+        self.num_failures += 1
+        raise InjectedFailure(when)
 
     def _write(self, batch: Batch) -> None:
         first_tokens, positions = batch.query_start[:-1], batch.positions
@@ -145,7 +168,10 @@ class ChainHashModel:
         end = lens.max(initial=0)
         table = self._tables[batch.rows[requests]]
         slots = table[:, self._index[:end]] * self.block_size + self._offset[:end]
-        live = np.arange(end) < lens[:, None]
+        places = np.arange(end)
+        live = places < lens[:, None]
+        if self.window is not None:
+            live &= places >= lens[:, None] - self.window
         terms = self.pool[:, slots] * self._weights[:, None, :end] * live
         sums: Uint64s = terms.sum(axis=(0, 2), dtype=np.uint64)
         return sums
@@ -174,26 +200,29 @@ class ChainHashModel:
 
     # ---- the oracle -----------------------------------------------------------------------------------------------
 
-    def solo(self, prompt: Sequence[int], params: SamplingParams, *, max_total_tokens: int, seed: int) -> Solo:
+    def solo(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        max_total_tokens: int,
+        seed: int,
+        max_model_len: int,
+        slide_by: int | None = None,
+    ) -> Solo:
         """The same request alone, by the definition: no blocks, no batches, no cache.
 
         Args:
             seed: the choice's.
+            max_model_len, slide_by: a longer context begins again `slide_by` tokens later, positions from 0.
         """
-        kv, context = list(self._roots), 0
         eos_ids = () if params.ignore_eos else (EOS,)
         stop_ids = {*eos_ids, *params.stop_token_ids}
         output: list[int] = []
-        tokens = list(prompt)
-        for position in range(max_total_tokens):
-            for layer in range(len(kv)):
-                place = position * _POSITION + layer * _LAYER
-                kv[layer] = (kv[layer] + mix(tokens[position] * _TOKEN + place & _MASK)) & _MASK
-                context = (context + kv[layer] * weight(position, layer)) & _MASK
-            if position + 1 < len(tokens):
-                continue
+        context = self._context(prompt)
+        while len(prompt) + len(output) < max_total_tokens:
             drawn = draw(
-                context,
+                context.seen(self.window),
                 temperature=params.temperature,
                 top_p=params.top_p,
                 min_p=params.min_p,
@@ -202,13 +231,40 @@ class ChainHashModel:
                 output_index=len(output),
             )
             token = choose(drawn, stop_ids if len(output) < params.min_tokens else ())
-            tokens.append(token)
             output.append(token)
             if token in stop_ids:
                 return Solo(output, "stop", -1 if token in eos_ids else token)
-            if len(tokens) == max_total_tokens:
-                break
+            context.append(token)
+            if len(context.token_ids) > max_model_len and slide_by is not None:
+                context = self._context(context.token_ids[slide_by:])
         return Solo(output, "length", -1)
+
+    def _context(self, token_ids: Sequence[int]) -> _SoloContext:
+        context = _SoloContext(list(self._roots))
+        for token in token_ids:
+            context.append(token)
+        return context
+
+
+@dataclass
+class _SoloContext:
+    """A context as the definition has it: `kv` of the newest token in each layer, and what each position adds."""
+
+    kv: list[int]
+    token_ids: list[int] = field(default_factory=list)
+    terms: list[int] = field(default_factory=list)
+
+    def append(self, token: int) -> None:
+        position, term = len(self.token_ids), 0
+        for layer in range(len(self.kv)):
+            place = position * _POSITION + layer * _LAYER
+            self.kv[layer] = (self.kv[layer] + mix(token * _TOKEN + place & _MASK)) & _MASK
+            term += self.kv[layer] * weight(position, layer)
+        self.token_ids.append(token)
+        self.terms.append(term)
+
+    def seen(self, window: int | None) -> int:
+        return sum(self.terms if window is None else self.terms[-window:]) & _MASK
 
 
 def draw(context: int, temperature: float, top_p: float, min_p: float, top_k: int, seed: int, output_index: int) -> int:

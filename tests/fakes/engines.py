@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fakes.chain_hash import EOS, VOCAB_SIZE
+from pageframe.runtime.block_copy import FREE_COPIES, CopyCosts
 from pageframe.runtime.config import ModelConfig, ResolvedConfig
 
 
@@ -45,9 +46,16 @@ def tiny_config(
     max_num_requests: int = 4,
     max_num_batched_tokens: int = 8,
     max_model_len: int | None = None,
+    prefix_cache: bool = True,
+    host_slots: int = 0,
+    copy_costs: CopyCosts = FREE_COPIES,
+    window: int | None = None,
+    slide_by: int | None = None,
 ) -> ResolvedConfig:
     """A resolved configuration; `max_model_len` is what the pool holds unless given."""
     model = tiny_model()
+    if window is not None:
+        model = model.replace(windows=(window,) * model.num_layers)
     bytes_per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * 4
     return ResolvedConfig(
         model_name="chain-hash",
@@ -64,4 +72,8 @@ def tiny_config(
         threads=1,
         kv_bytes_per_token=bytes_per_token,
         pool_bytes=bytes_per_token * block_size * num_blocks,
+        prefix_cache=prefix_cache,
+        host_slots=host_slots,
+        copy_costs=copy_costs,
+        slide_by=slide_by,
     )

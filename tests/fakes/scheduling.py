@@ -75,7 +75,7 @@ def add_request(
         arrival=arrival,
         priority=priority,
     )
-    scheduler.add(request, now=float(scheduler.step))
+    scheduler.add([request], now=float(scheduler.step))
     scheduler.check_invariants()
     return request
 
@@ -85,7 +85,7 @@ def run_step(scheduler: Scheduler) -> tuple[StepPlan, list[RequestOutput]]:
     plan = scheduler.schedule(now=float(scheduler.step + 1))
     scheduler.check_invariants()
     tokens = np.full(int(plan.num_samples.sum()), TOKEN, dtype=np.int32)
-    outputs = scheduler.update(plan, StepResult(tokens, {}), now=float(scheduler.step))
+    outputs = scheduler.update(plan, StepResult(tokens, {}), now=float(scheduler.step)) if plan.requests else []
     scheduler.check_invariants()
     return plan, outputs
 

@@ -1,7 +1,8 @@
 """An engine over the chain-hash model with a virtual clock, checked after everything that is done to it.
 
-Checked each time: the engine's own invariants; that the journal alone rebuilds queues and tables, in the strict
-order; that every output continues its request's solo run. Free blocks are poisoned each time too.
+Checked each time: the engine's own invariants; that the journal alone rebuilds queues, tables and the state of every
+block, in the strict order; that every output continues its request's solo run. Free blocks and free host slots are
+poisoned each time too.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from dataclasses import dataclass, field
 from fakes.chain_hash import ChainHashModel, Solo, expected_logprobs
 from fakes.engines import VirtualClock, tiny_config
 from fakes.journal_replay import JournalReplay
+from pageframe.runtime.block_allocator import OutOfBlocksError
 from pageframe.runtime.config import ResolvedConfig
 from pageframe.runtime.engine import Engine
 from pageframe.runtime.errors import InvalidRequestError
 from pageframe.runtime.journal import Journal
 from pageframe.runtime.philox import choice_seed
-from pageframe.runtime.request import RequestOutput, SamplingParams
+from pageframe.runtime.request import MAX_TOTAL_TOKENS, RequestOutput, SamplingParams, choice_ids
 
 # Forward passes are made to fail by the dozen, and each would log a traceback.
 logging.getLogger("pageframe.runtime.engine").addFilter(lambda record: "InjectedFailure" not in str(record.exc_info))
@@ -27,19 +29,26 @@ logging.getLogger("pageframe.runtime.engine").addFilter(lambda record: "Injected
 
 @dataclass
 class Expected:
-    """A request as the test sees it: what it must give, and what it gave so far."""
+    """A choice as the test sees it: what it must give, and what it gave so far."""
 
+    prompt: Sequence[int]
     solo: Solo
     params: SamplingParams
-    max_total_tokens: int
+    max_steps: int
     order: tuple[int, int]
+    reads: bool
     token_ids: list[int] = field(default_factory=list)
+    unread: list[RequestOutput] = field(default_factory=list)
 
 
 class Simulation:
-    """`live` and `ended` hold every accepted request by id; `counts` says what happened."""
+    """`live` and `ended` hold every accepted choice by id; `counts` says what happened.
 
-    def __init__(self, resolved: ResolvedConfig | None = None) -> None:
+    Args:
+        fail_allocation: the number of the allocation, from 0, that fails though there are blocks; None for none.
+    """
+
+    def __init__(self, resolved: ResolvedConfig | None = None, *, fail_allocation: int | None = None) -> None:
         self.resolved = resolved or tiny_config()
         self.clock = VirtualClock()
         self.model = ChainHashModel(
@@ -47,15 +56,34 @@ class Simulation:
             block_size=self.resolved.block_size,
             max_num_requests=self.resolved.max_num_requests,
             max_blocks=self.resolved.max_blocks,
+            host_slots=self.resolved.host_slots,
+            window=self.resolved.window,
         )
-        self.engine = Engine(self.resolved, self.model, self.model, seed=0, clock=self.clock)
         # A short ring: it is read after every step, and its oldest events are passed over each time.
-        self.engine.journal = self.engine.scheduler.journal = Journal(capacity=1024)
-        self.replay = JournalReplay(self.resolved.block_size)
+        self.engine = Engine(
+            self.resolved, self.model, self.model, seed=0, clock=self.clock, journal=Journal(capacity=1024)
+        )
+        self.replay = JournalReplay(
+            self.resolved.block_size, lenient=self.resolved.prefix_cache or fail_allocation is not None
+        )
         self.live: dict[str, Expected] = {}
         self.ended: dict[str, Expected] = {}
         self.counts: Counter[str] = Counter()
         self._arrivals = 0
+        if fail_allocation is not None:
+            self._fail_allocation(fail_allocation)
+
+    def _fail_allocation(self, number: int) -> None:
+        allocator = self.engine.scheduler.allocator
+        allocate = allocator.allocate
+
+        def failing(count: int) -> list[int]:
+            self.counts["allocations"] += 1
+            if self.counts["allocations"] == number + 1:
+                raise OutOfBlocksError(count, 0)
+            return allocate(count)
+
+        allocator.allocate = failing  # type: ignore[method-assign]
 
     # ---- what a test does -----------------------------------------------------------------------------------------
 
@@ -65,30 +93,59 @@ class Simulation:
         params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
+        tenant: str = "",
+        cache_salt: str = "",
         priority: int = 0,
+        reads: bool = True,
     ) -> str | None:
-        """Queue a request; its id, or None where the engine rightly refuses it."""
+        """Queue a request; its id, or None where the engine rightly refuses it. A client that does not read gets its
+        outputs all at the end: the engine must not care."""
         params = params or SamplingParams(temperature=0)
         request_id = request_id or f"r{self._arrivals}"
-        room = self.resolved.max_model_len - len(prompt)
-        fits = len(prompt) > 0 and room > 0 and (params.max_tokens or 1) <= room and params.min_tokens <= room
+        fits = self._fits(len(prompt), params)
         try:
-            self.engine.add(request_id, prompt, params, priority=priority)
+            self.engine.add(request_id, prompt, params, tenant=tenant, cache_salt=cache_salt, priority=priority)
         except InvalidRequestError:
             assert not fits, f"{len(prompt)} tokens with {params} fit, but were refused"
             self.counts["rejections"] += 1
             return None
         assert fits, f"{len(prompt)} tokens with {params} do not fit, but were let in"
+        room = self.resolved.max_model_len - len(prompt)
         total = len(prompt) + (room if params.max_tokens is None else params.max_tokens)
-        found = self.engine.scheduler.find(request_id)
-        assert found is not None
-        if params.seed is not None:
-            assert found.seed == choice_seed(params.seed, 0)
-        solo = self.model.solo(prompt, params, max_total_tokens=total, seed=found.seed)
-        self.live[request_id] = Expected(solo, params, total, (priority, self._arrivals))
-        self._arrivals += 1
+        for index, choice_id in enumerate(choice_ids(request_id, params.n)):
+            found = self.engine.scheduler.find(choice_id)
+            assert found is not None
+            if params.seed is not None:
+                assert found.seed == choice_seed(params.seed, index)
+            solo = self.model.solo(
+                prompt,
+                params,
+                max_total_tokens=total,
+                seed=found.seed,
+                max_model_len=self.resolved.max_model_len,
+                slide_by=self.resolved.slide_by,
+            )
+            self.replay.salts[choice_id] = (tenant, cache_salt)
+            order = (priority, self._arrivals)
+            self.live[choice_id] = Expected(prompt, solo, params, self._max_steps(total), order, reads)
+            self._arrivals += 1
+        self.counts["forkable"] += params.n > 1
         self.check()
         return request_id
+
+    def _fits(self, num_prompt_tokens: int, params: SamplingParams) -> bool:
+        room = self.resolved.max_model_len - num_prompt_tokens
+        most = room if self.resolved.slide_by is None else MAX_TOTAL_TOKENS - num_prompt_tokens
+        if num_prompt_tokens == 0 or room <= 0 or params.n > self.resolved.max_num_requests:
+            return False
+        return params.min_tokens <= room if params.max_tokens is None else params.max_tokens <= most
+
+    def _max_steps(self, max_total_tokens: int) -> int:
+        """Steps in which a request that is never held up is done: each computes one of its tokens at least, and after a
+        slide its context is computed again."""
+        beyond = max(0, max_total_tokens - self.resolved.max_model_len)
+        num_slides = -(-beyond // self.resolved.slide_by) if self.resolved.slide_by else 0
+        return max_total_tokens + num_slides * self.resolved.max_model_len
 
     def abort(self, request_id: str) -> None:
         assert self.engine.abort(request_id) == (request_id in self.live), f"abort of {request_id}"
@@ -115,22 +172,31 @@ class Simulation:
             assert output == kept, f"the record of {request_id}, which has ended, is wrong"
         self.check()
 
+    def reset_prefix_cache(self) -> None:
+        cached = self.engine.scheduler.allocator.num_cached
+        assert self.engine.reset_prefix_cache() >= cached
+        assert self.engine.scheduler.allocator.num_cached == 0
+        self.counts["resets"] += 1
+        self.check()
+
     def step(self, fail: str = "") -> list[RequestOutput]:
-        """One step; with `fail` ("before" or "after" the cache is written) its forward pass raises."""
+        """One step; with `fail` its forward pass raises, see ChainHashModel."""
         self.model.fail_next = fail
         self.clock.advance(0.01)
         had_work = bool(self.live)
-        num_forwards = self.model.num_forwards
+        num_forwards, num_failures = self.model.num_forwards, self.model.num_failures
         outputs = self.engine.step()
-        assert self.model.num_forwards - num_forwards == had_work, "one forward pass a step where there is work"
+        failed = self.model.num_failures > num_failures
+        num_forwards = self.model.num_forwards - num_forwards
+        idle_for_a_fault = not num_forwards and self.counts["allocations"] > 0
+        assert num_forwards == had_work or idle_for_a_fault, "one forward pass a step where there is work"
         self.model.fail_next = ""
-        if had_work:
+        if num_forwards:
             self._count_step()
-            in_step = self.engine.steps[-1].num_requests
-            assert len(outputs) <= in_step, "a request got an output without a token in the step"
-            assert not fail or len(outputs) == in_step, "a failed step must end all of its requests"
+            ends_all = len(outputs) >= self.engine.steps[-1].num_requests
+            assert not failed or ends_all, "a failed step must end its requests"
         for output in outputs:
-            self._take(output, failed=bool(fail))
+            self._take(output, failed=failed)
         self.check()
         return outputs
 
@@ -140,13 +206,13 @@ class Simulation:
         The first in the order is admitted at once, since all others give way to it, is never preempted, and computes
         at least one of its tokens in each step; then the next is first.
         """
-        return sum(expected.max_total_tokens for expected in self.live.values())
+        return sum(expected.max_steps for expected in self.live.values()) + bool(self.counts["allocations"])
 
     def drain(self) -> None:
         """Step until all have finished; each must within the bound of those before it in the order, and its own."""
-        bounds, total = {}, 0
+        bounds, total = {}, int(bool(self.counts["allocations"]))
         for request_id, expected in sorted(self.live.items(), key=lambda item: item[1].order):
-            total += expected.max_total_tokens
+            total += expected.max_steps
             bounds[request_id] = total
         for num_steps in range(1, self.steps_to_drain() + 1):
             if not self.live:
@@ -162,13 +228,21 @@ class Simulation:
         scheduler = self.engine.scheduler
         scheduler.check_invariants()
         self.replay.catch_up(self.engine.journal)
-        tables = scheduler.tables
-        rebuilt = {row: ids for row, ids in self.replay.tables.items() if ids}
-        actual = {row: tables.block_ids(row) for row, count in enumerate(tables.num_blocks.tolist()) if count}
-        assert rebuilt == actual, "the journal does not rebuild the block tables"
-        assert set(self.replay.running) | self.replay.waiting == set(self.live), "the journal lost a request"
-        counts = scheduler.allocator.ref_counts()
-        self.model.poison([block_id for block_id, count in enumerate(counts) if count == 0])
+        tables, allocator = scheduler.tables, scheduler.allocator
+        actual = {request.row: tables.entries(request.row) for request in scheduler.live_requests() if request.row >= 0}
+        assert self.replay.tables == actual, "the journal does not rebuild the block tables"
+        known = {*self.replay.running, *self.replay.waiting, *self.replay.following}
+        assert known == set(self.live), "the journal lost a request"
+        states = [allocator.state(block_id) for block_id in range(allocator.num_blocks)]
+        rebuilt = [self.replay.state(block_id) for block_id in range(allocator.num_blocks)]
+        assert rebuilt == states, "the journal does not rebuild the blocks' states"
+        to_be_read = {copy.src for copy in scheduler.blocks.pending_copies}
+        free = {block_id for block_id, state in enumerate(states) if state == "free"}
+        self.model.poison(sorted(free - to_be_read))
+        host_tier = scheduler.blocks.host_tier
+        if host_tier is not None:
+            owned = {slot for slot, _ in host_tier.items()}
+            self.model.poison_host([slot for slot in range(host_tier.num_slots) if slot not in owned])
 
     def check_idle(self) -> None:
         assert not self.live, f"{sorted(self.live)} are still live"
@@ -190,6 +264,15 @@ class Simulation:
     def _take(self, output: RequestOutput, *, failed: bool) -> None:
         assert output.request_id in self.live, f"{output.request_id} got an output after its end"
         expected = self.live[output.request_id]
+        if not expected.reads:
+            expected.unread.append(output)
+            if not output.finish_reason:
+                return
+            expected.reads = True
+            self.counts["never read"] += 1
+            for unread in expected.unread:
+                self._take(unread, failed=failed)
+            return
         if output.finish_reason == "error":
             assert failed, f"a forward pass failed by itself: {output.error}"
             assert output.token_ids == []

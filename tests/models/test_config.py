@@ -94,6 +94,25 @@ def test_windows(changes: dict[str, Any], windows: tuple[int | None, ...], tmp_p
     assert read(write(tmp_path, num_key_value_heads=4, **changes)).windows == windows
 
 
+@pytest.mark.parametrize(
+    ("windows", "longest"),
+    [
+        ((), None),
+        ((8, 8, 8), 8),
+        ((8, 32, 16), 32),
+        ((8, None, 8), None),
+        ((None, None, None), None),
+        # Layers without a word about theirs see everything.
+        ((8, 8), None),
+    ],
+)
+def test_the_longest_window_is_none_where_a_layer_sees_everything(
+    windows: tuple[int | None, ...], longest: int | None, tmp_path: Path
+) -> None:
+    """What no layer looks at any more may be given back; 3 layers."""
+    assert read(write(tmp_path)).replace(windows=windows).longest_window == longest
+
+
 def test_family_defaults(tmp_path: Path) -> None:
     qwen2 = read(write(tmp_path, model_type="qwen2", num_key_value_heads=2))
     assert (qwen2.qkv_bias, qwen2.output_bias, qwen2.qk_norm, qwen2.head_dim) == (True, False, False, 16)
@@ -104,7 +123,7 @@ def test_family_defaults(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type is 'gpt2'; supported are llama, mistral, qwen2, qwen3"),
+        ({"model_type": "gptj"}, "model_type is 'gptj'; supported are llama, mistral, qwen2, qwen3, gpt2"),
         ({"model_type": "absent"}, "model_type is None"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu'"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type is 'yarn'; supported are"),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from fakes.chain_hash import VOCAB_SIZE
 from fakes.engines import tiny_config
 
 from pageframe.runtime.admission import max_total_tokens
 from pageframe.runtime.errors import InvalidRequestError
-from pageframe.runtime.request import SamplingParams
+from pageframe.runtime.request import MAX_TOTAL_TOKENS, SamplingParams
 
 RESOLVED = tiny_config(num_blocks=8, block_size=4)  # max_model_len 32
 
@@ -63,3 +65,55 @@ def test_the_context_may_be_shorter_than_the_pool() -> None:
     assert max_total_tokens([5] * 8, SamplingParams(), resolved) == 9
     with pytest.raises(InvalidRequestError, match="at most 8"):
         max_total_tokens([5] * 9, SamplingParams(), resolved)
+
+
+def test_as_many_choices_as_requests_may_run_at_once() -> None:
+    """Each of them must fit alone: n takes nothing from the room."""
+    assert max_total_tokens([5] * 10, SamplingParams(n=RESOLVED.max_num_requests), RESOLVED) == 32
+    with pytest.raises(InvalidRequestError, match=r"n is 5; it must be at most 4, .*\(max_num_requests\)") as caught:
+        max_total_tokens([5] * 10, SamplingParams(n=5), RESOLVED)
+    assert caught.value.param == "n"
+
+
+SLIDING = dataclasses.replace(RESOLVED, slide_by=16)
+
+
+@pytest.mark.parametrize(
+    ("num_prompt_tokens", "max_tokens", "total"),
+    [(31, 1000, 1031), (10, 23, 33), (10, 22, 32), (10, None, 32), (1, MAX_TOTAL_TOKENS - 1, MAX_TOTAL_TOKENS)],
+)
+def test_where_a_context_slides_only_the_prompt_must_fit(
+    num_prompt_tokens: int, max_tokens: int | None, total: int
+) -> None:
+    """Fault 28. Without max_tokens the room is the limit as ever, so that no answer goes on for ever."""
+    assert max_total_tokens([5] * num_prompt_tokens, SamplingParams(max_tokens=max_tokens), SLIDING) == total
+
+
+@pytest.mark.parametrize(
+    ("num_prompt_tokens", "params", "param", "message"),
+    [
+        (32, SamplingParams(max_tokens=1), "prompt", "has 32 tokens; .* at most 31"),
+        (
+            10,
+            SamplingParams(max_tokens=MAX_TOTAL_TOKENS - 9),
+            "max_tokens",
+            f"max_tokens is {MAX_TOTAL_TOKENS - 9}; a prompt of 10 tokens may get at most {MAX_TOTAL_TOKENS - 10}",
+        ),
+        (10, SamplingParams(max_tokens=2**40), "max_tokens", f"max_tokens is {2**40}; "),
+        (10, SamplingParams(min_tokens=23), "min_tokens", "min_tokens is 23; .* leaves room for 22"),
+        (10, SamplingParams(n=5, max_tokens=100), "n", "n is 5; "),
+    ],
+)
+def test_what_even_a_sliding_context_does_not_hold_is_refused(
+    num_prompt_tokens: int, params: SamplingParams, param: str, message: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=message) as caught:
+        max_total_tokens([5] * num_prompt_tokens, params, SLIDING)
+    assert caught.value.param == param
+
+
+def test_min_tokens_may_exceed_the_room_where_max_tokens_does() -> None:
+    params = SamplingParams(min_tokens=100, max_tokens=200)
+    assert max_total_tokens([5] * 10, params, SLIDING) == 210
+    with pytest.raises(InvalidRequestError, match="max_tokens is 200"):
+        max_total_tokens([5] * 10, params, RESOLVED)

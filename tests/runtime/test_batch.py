@@ -9,7 +9,9 @@ from fakes.chain_hash import check_batch
 from fakes.scheduling import TOKEN, add_request, make_request, make_scheduler
 
 from pageframe.runtime.batch import Batch
-from pageframe.runtime.request import SamplingParams
+from pageframe.runtime.block_copy import CopyKind
+from pageframe.runtime.journal import Journal
+from pageframe.runtime.request import SamplingParams, choice_ids
 from pageframe.runtime.scheduler import Scheduler
 from pageframe.runtime.step_plan import StepPlan, StepResult
 
@@ -72,9 +74,9 @@ def test_each_wanted_token_comes_with_its_own_requests_parameters() -> None:
         ),
         "c": SamplingParams(max_tokens=9, temperature=2, top_k=2**40, top_p=1, min_p=0, logprobs=3),
     }
-    scheduler.add(make_request("a", [1], wanted["a"], arrival=0, seed=-5, stop_ids={2, 4}), 0.0)
-    scheduler.add(make_request("b", [1] * 20, SamplingParams(max_tokens=1), arrival=1), 0.0)
-    scheduler.add(make_request("c", [1, 1], wanted["c"], arrival=2, seed=2**63 - 1), 0.0)
+    scheduler.add([make_request("a", [1], wanted["a"], arrival=0, seed=-5, stop_ids={2, 4})], 0.0)
+    scheduler.add([make_request("b", [1] * 20, SamplingParams(max_tokens=1), arrival=1)], 0.0)
+    scheduler.add([make_request("c", [1, 1], wanted["c"], arrival=2, seed=2**63 - 1)], 0.0)
     batch, plan = build(scheduler)
     assert [request.request_id for request in plan.requests] == ["a", "b", "c"]
     sampling = batch.sampling
@@ -92,13 +94,79 @@ def test_each_wanted_token_comes_with_its_own_requests_parameters() -> None:
 def test_stop_ids_may_be_drawn_from_min_tokens_on() -> None:
     scheduler = make_scheduler()
     params = SamplingParams(max_tokens=5, min_tokens=2)
-    scheduler.add(make_request("a", [1, 1], params, arrival=0, stop_ids={9}), 0.0)
+    scheduler.add([make_request("a", [1, 1], params, arrival=0, stop_ids={9})], 0.0)
     banned = []
     for _ in range(4):
         batch, plan = build(scheduler)
         banned.append(batch.sampling.banned)
         complete(scheduler, plan)
     assert banned == [((0, (9,)),), ((0, (9,)),), (), ()]
+
+
+def test_choices_draw_from_one_hidden_state_each_with_its_own_seed() -> None:
+    """Between two others that draw one token each; all but the seed is the request's."""
+    scheduler = make_scheduler(num_blocks=32, max_num_requests=8, max_num_batched_tokens=16)
+    params = SamplingParams(n=3, max_tokens=9, temperature=0.5, min_tokens=1)
+    choices = [
+        make_request(name, [1, 2], params, arrival=1 + index, seed=20 + index, stop_ids={4})
+        for index, name in enumerate(choice_ids("r", 3))
+    ]
+    scheduler.add([make_request("before", [5], SamplingParams(max_tokens=9), arrival=0, seed=10)], 0.0)
+    scheduler.add(choices, 0.0)
+    scheduler.add([make_request("behind", [6] * 3, SamplingParams(max_tokens=9), arrival=4, seed=30)], 0.0)
+    batch, plan = build(scheduler)
+    assert [request.request_id for request in plan.requests] == ["before", "r-0", "behind"]
+    assert batch.wanted.tolist() == [0, 2, 2, 2, 5]
+    sampling = batch.sampling
+    assert sampling.seed.tolist() == [10, 20, 21, 22, 30]
+    assert sampling.temperature.tolist() == [1, 0.5, 0.5, 0.5, 1]
+    assert sampling.output_index.tolist() == [0] * 5
+    assert sampling.banned == ((1, (4,)), (2, (4,)), (3, (4,)))
+    assert scheduler.rows.seed[plan.rows].tolist() == [10, 20, 30], "the rows keep theirs"
+    complete(scheduler, plan)
+    batch, plan = build(scheduler)
+    assert batch.sampling.seed.tolist() == [10, 20, 21, 22, 30]
+    assert batch.sampling.output_index.tolist() == [1] * 5
+    assert batch.copies == plan.copies
+    assert [copy.kind for copy in batch.copies] == [CopyKind.FORK] * 2
+
+
+def test_a_hit_computes_only_the_rest_at_its_own_positions() -> None:
+    scheduler = make_scheduler(num_blocks=8, max_num_batched_tokens=16)
+    add_request(scheduler, "first", list(range(100, 110)), max_tokens=1)
+    complete(scheduler, build(scheduler)[1])
+    add_request(scheduler, "second", [*range(100, 108), 50, 51], max_tokens=2)
+    batch, plan = build(scheduler)
+    assert batch.token_ids.tolist() == [50, 51]
+    assert batch.positions.tolist() == [8, 9]
+    assert batch.context_lens.tolist() == [10]
+    block_ids = scheduler.tables.block_ids(plan.requests[0].row)
+    assert batch.slots.tolist() == [block_ids[2] * 4, block_ids[2] * 4 + 1]
+    updates = batch.table_updates
+    assert updates.block_ids.tolist() == block_ids, "the shared blocks are told to the device too"
+
+
+def test_a_slid_context_draws_on_with_the_whole_requests_output() -> None:
+    """The noise's index and min_tokens count all output tokens; positions are those of the new context."""
+    scheduler = Scheduler(
+        num_blocks=4,
+        block_size=4,
+        max_num_requests=1,
+        max_num_batched_tokens=16,
+        max_model_len=8,
+        slide_by=6,
+        journal=Journal(),
+    )
+    params = SamplingParams(max_tokens=12, min_tokens=7)
+    scheduler.add([make_request("a", [1] * 4, params, arrival=0, stop_ids={9})], 0.0)
+    drawn = []
+    while scheduler.has_work:
+        batch, plan = build(scheduler)
+        drawn.append((batch.positions.tolist()[-1], batch.sampling.output_index.tolist(), bool(batch.sampling.banned)))
+        complete(scheduler, plan)
+    # The 9th token of the context makes it slide: 3 are left, computed anew.
+    positions = [3, 4, 5, 6, 7, 2, 3, 4, 5, 6, 7, 2]
+    assert drawn == [(position, [index], index < 7) for index, position in enumerate(positions)]
 
 
 def test_any_step_is_what_loops_over_requests_and_tokens_give() -> None:

@@ -44,9 +44,10 @@ class Peer:
         assert self._socket.poll(PATIENCE_MS, zmq.POLLIN), "the engine said nothing"
         return messages.decode(self._socket.recv_multipart())
 
-    def add(self, request_id: str, max_tokens: int = 8) -> None:
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-        self.send(b"add", messages.Add(request_id, [1, 2, 3], params, "", 0))
+    def add(self, request_id: str, max_tokens: int = 8, n: int = 1, num_prompt_tokens: int = 3, salt: str = "") -> None:
+        params = SamplingParams(n=n, temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        prompt = list(range(1, 1 + num_prompt_tokens))
+        self.send(b"add", messages.Add(request_id, prompt, params, "", salt, 0))
 
     def until_finished(self, request_id: str) -> list[bytes]:
         """The kinds of all messages up to the request's last output."""
@@ -124,6 +125,41 @@ def test_a_request_that_can_never_fit_is_answered_with_an_error() -> None:
         (output,) = step.outputs
         assert (output.request_id, output.finish_reason) == ("huge", "error")
         assert "max_tokens" in output.error
+
+
+def test_every_choice_of_a_refused_request_gets_the_error() -> None:
+    with running_loop(make_engine()) as peer:
+        peer.add("huge", max_tokens=10**6, n=2)
+        _, step = peer.receive()
+        assert [(output.request_id, output.finish_reason) for output in step.outputs] == [
+            ("huge-0", "error"),
+            ("huge-1", "error"),
+        ]
+
+
+def test_a_reset_forgets_what_was_computed_and_says_how_much() -> None:
+    with running_loop(make_engine()) as peer:
+        peer.add("first", num_prompt_tokens=9, max_tokens=1)
+        peer.until_finished("first")
+        assert cached_tokens(peer, "second", salt="") == 8
+        assert cached_tokens(peer, "salted", salt="other") == 0
+        for call, forgotten in ((7, 4), (8, 0)):  # two blocks under each salt
+            peer.send(b"reset", messages.ResetPrefixCache(call))
+            kind, answer = peer.receive()
+            assert (kind, answer.call, msgspec.json.decode(answer.body)) == (b"answer", call, forgotten)
+            kind, step = peer.receive()
+            assert (kind, step.stats.blocks_cached, step.stats.blocks_free) == (b"step", 0, 8)
+        assert cached_tokens(peer, "third", salt="") == 0
+
+
+def cached_tokens(peer: Peer, request_id: str, salt: str) -> int:
+    """What a prompt of nine tokens finds computed."""
+    peer.add(request_id, num_prompt_tokens=9, max_tokens=1, salt=salt)
+    while True:
+        _, step = peer.receive()
+        for output in step.outputs:
+            assert output.finish_reason
+            return int(output.num_cached_tokens)
 
 
 def test_an_abort_is_told_by_the_gauges_even_when_idle() -> None:

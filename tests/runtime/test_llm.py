@@ -13,7 +13,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(dtype="float32", num_blocks=64, max_model_len=512, show_progress=False)
+    return LLM(dtype="float32", num_blocks=64, max_model_len=512, max_num_requests=8, show_progress=False)
 
 
 @pytest.fixture(autouse=True)
@@ -81,6 +81,33 @@ def test_a_seed_draws_the_same_beside_others(llm: LLM) -> None:
     assert llm.generate(FRANCE, SamplingParams(temperature=1.0, max_tokens=12, seed=8))[0].outputs != alone.outputs
 
 
+def test_several_choices_are_outputs_in_order(llm: LLM) -> None:
+    alone = llm.generate(FRANCE, GREEDY)[0].outputs
+    (result,) = llm.generate(FRANCE, SamplingParams(n=3, temperature=0, max_tokens=8))
+    assert result.outputs == alone * 3
+    seeded = SamplingParams(n=3, seed=7, max_tokens=12)
+    (first, other), (again,) = llm.generate([FRANCE, "2 + 2 ="], seeded), llm.generate(FRANCE, seeded)
+    texts = [choice.text for choice in first.outputs]
+    assert len(set(texts)) == 3
+    assert [choice.text for choice in again.outputs] == texts
+    assert len(other.outputs) == 3
+    assert texts[0] == llm.generate(FRANCE, SamplingParams(seed=7, max_tokens=12))[0].outputs[0].text
+
+
+def test_each_choice_ends_at_its_own_stop_string(llm: LLM) -> None:
+    params = SamplingParams(n=4, seed=2, max_tokens=24, stop=[",", "."])
+    (free,) = llm.generate("Red, green, blue and", SamplingParams(n=4, seed=2, max_tokens=24))
+    (result,) = llm.generate("Red, green, blue and", params)
+    ends = set()
+    for choice, whole in zip(result.outputs, free.outputs, strict=True):
+        places = [place for stop in params.stop if (place := whole.text.find(stop)) >= 0]
+        assert choice.text == whole.text[: min(places)] if places else whole.text
+        assert choice.finish_reason == ("stop" if places else whole.finish_reason)
+        assert choice.token_ids == whole.token_ids[: len(choice.token_ids)]
+        ends.add(len(choice.token_ids))
+    assert len(ends) > 1, "the choices were meant to end at different places"
+
+
 def test_chat_answers_a_conversation(llm: LLM) -> None:
     (result,) = llm.chat([{"role": "user", "content": "What is the capital of France?"}], GREEDY)
     assert "Paris" in result.outputs[0].text
@@ -94,6 +121,7 @@ def test_chat_answers_a_conversation(llm: LLM) -> None:
         ([FRANCE, []], GREEDY, "prompt is empty"),
         ([[1, 2, 10**6]], GREEDY, "1000000"),
         (FRANCE, SamplingParams(max_tokens=10_000), "max_tokens is 10000"),
+        ([FRANCE, FRANCE], [GREEDY, SamplingParams(n=9)], "n is 9; it must be at most 8"),
         ([[5] * 600], GREEDY, "600 tokens"),
         ([FRANCE, FRANCE], [GREEDY], "1 entries for 2 prompts"),
     ],

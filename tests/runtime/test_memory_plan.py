@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+
 import pytest
 from fakes.engines import tiny_model
 
+from pageframe.api.flags import add_flags, read_flags
+from pageframe.runtime.config import EngineConfig
 from pageframe.runtime.errors import ConfigError, MemoryPlanError
 from pageframe.runtime.memory_plan import (
     GIB,
@@ -13,6 +17,7 @@ from pageframe.runtime.memory_plan import (
     free_memory,
     kv_bytes_per_token,
     parse_bytes,
+    plan_host_slots,
     plan_num_blocks,
 )
 
@@ -123,3 +128,85 @@ def test_too_little_memory_is_one_clear_line(changes: dict[str, int], message: s
 def test_exactly_one_block_is_enough() -> None:
     assert plan(available=int(MIB / POOL_SHARE)) == 1
     assert plan(kv_memory=MIB, available=MIB) == 1
+
+
+# ---- host memory for blocks that leave the pool -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("host_cache", "slots"),
+    [(None, 0), (MIB, 1), (2 * MIB - 1, 1), (2 * MIB, 2), (900 * MIB + 1, 900), (GIB, 1024)],
+)
+def test_host_memory_holds_as_many_whole_blocks_as_fit(host_cache: int | None, slots: int) -> None:
+    assert plan_host_slots(host_cache, MIB, GIB) == slots
+
+
+def test_no_host_memory_is_asked_for_where_there_is_none() -> None:
+    assert plan_host_slots(None, MIB, 0) == 0
+
+
+@pytest.mark.parametrize(
+    ("host_cache", "available", "message"),
+    [
+        (MIB - 1, GIB, "host_cache is 1024.0 KiB; one block of the KV cache takes 1.0 MiB"),
+        (1, GIB, "host_cache is 1 B; one block of the KV cache takes 1.0 MiB"),
+        (3 * GIB, 2 * GIB, "host_cache is 3.00 GiB; 2.00 GiB of host memory are free beside the KV pool"),
+        # The pool on a CPU has taken more than was free.
+        (2 * MIB, -5 * MIB, "host_cache is 2.0 MiB; 0 B of host memory are free beside the KV pool"),
+    ],
+)
+def test_host_memory_that_does_not_fit_is_one_clear_line(host_cache: int, available: int, message: str) -> None:
+    with pytest.raises(MemoryPlanError, match=message) as caught:
+        plan_host_slots(host_cache, MIB, available)
+    assert "\n" not in str(caught.value)
+
+
+# ---- the settings of memory, as flags -----------------------------------------------------------------------------
+
+
+def read(*argv: str) -> EngineConfig:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, EngineConfig)
+    return read_flags(parser.parse_args(argv), EngineConfig)
+
+
+def test_the_prefix_cache_is_on_and_can_be_switched_off_and_on() -> None:
+    assert read().prefix_cache is True
+    assert read("--no-prefix-cache").prefix_cache is False
+    assert read("--prefix-cache").prefix_cache is True
+    assert read("--no-prefix-cache", "--prefix-cache").prefix_cache is True
+
+
+def test_a_switch_takes_no_value(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in (["--prefix-cache=yes"], ["--prefix-cache", "no"], ["--no-prefix-cache=1"]):
+        with pytest.raises(SystemExit):
+            read(*argv)
+        assert "error" in capsys.readouterr().err
+
+
+def test_a_switchs_help_names_both_ways_and_the_default() -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, EngineConfig)
+    text = " ".join(parser.format_help().split())
+    assert "--prefix-cache, --no-prefix-cache" in text
+    assert "share their blocks (default: True)" in text
+
+
+def test_host_cache_and_slide_flags() -> None:
+    config = read("--host-cache", "2GiB", "--on-context-full", "slide", "--slide-by", "100")
+    assert (config.host_cache, config.on_context_full, config.slide_by) == (2 * GIB, "slide", 100)
+    assert (read().host_cache, read().on_context_full, read().slide_by) == (None, "stop", None)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--no-prefix-cache", "--host-cache", "1GiB"], "host_cache needs prefix_cache"),
+        (["--slide-by", "8"], "slide_by is 8; it needs on_context_full slide"),
+        (["--on-context-full", "slide", "--slide-by", "0"], "slide_by is 0; it must be from 1 to"),
+        (["--host-cache", "0"], "host_cache is 0; it must be from 1 to"),
+    ],
+)
+def test_settings_that_contradict_one_another_are_refused(argv: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read(*argv)

@@ -84,10 +84,10 @@ def test_two_long_prompts_never_hold_half_of_what_the_other_needs() -> None:
 def test_a_request_of_higher_priority_gets_the_blocks_of_the_last_in_the_order() -> None:
     """Only of as many as it needs, from the end; they resume with all their tokens."""
     scheduler = make_scheduler(num_blocks=8, max_num_requests=4, max_num_batched_tokens=64)
-    for name in ("a", "b", "c"):
-        add_request(scheduler, name, 5, max_tokens=6, priority=1)
+    for letter, name in enumerate(("a", "b", "c"), 1):
+        add_request(scheduler, name, [letter] * 5, max_tokens=6, priority=1)
     run_step(scheduler)
-    urgent = add_request(scheduler, "urgent", 8, max_tokens=2, priority=0)
+    urgent = add_request(scheduler, "urgent", [9] * 8, max_tokens=2, priority=0)
     plan, outputs = run_step(scheduler)
     assert plan.preempted == ("c",)
     assert "urgent" in [output.request_id for output in outputs]
@@ -97,7 +97,7 @@ def test_a_request_of_higher_priority_gets_the_blocks_of_the_last_in_the_order()
     victim = scheduler.find("c")
     assert victim is not None
     run_until_done(scheduler, victim, limit=12)
-    assert victim.token_ids.tolist() == [1] * 5 + [TOKEN] * 6
+    assert victim.token_ids.tolist() == [3] * 5 + [TOKEN] * 6
     assert victim.num_preemptions == 1
 
 
@@ -114,15 +114,15 @@ def test_a_request_of_higher_priority_gets_a_row() -> None:
 
 def test_none_is_preempted_in_vain_or_for_a_later_request() -> None:
     scheduler = make_scheduler(num_blocks=8)
-    add_request(scheduler, "first", 17, max_tokens=3, priority=0)
-    add_request(scheduler, "last", 5, max_tokens=3, priority=2)
+    add_request(scheduler, "first", [1] * 17, max_tokens=3, priority=0)
+    add_request(scheduler, "last", [2] * 5, max_tokens=3, priority=2)
     run_step(scheduler)
     # 1 free block and the last one's 2 are not enough for this one, though it stands before the last.
-    large = add_request(scheduler, "large", 16, max_tokens=1, priority=1)
+    large = add_request(scheduler, "large", [3] * 16, max_tokens=1, priority=1)
     plan, _ = run_step(scheduler)
     assert (plan.preempted, large.status) == ((), RequestStatus.WAITING)
     # And a later one takes nothing from those before it.
-    later = add_request(scheduler, "later", 6, max_tokens=1, priority=3)
+    later = add_request(scheduler, "later", [4] * 6, max_tokens=1, priority=3)
     plan, _ = run_step(scheduler)
     assert (plan.preempted, later.status) == ((), RequestStatus.WAITING)
 
