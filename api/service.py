@@ -111,15 +111,13 @@ class ServerState:
         """
         service, max_queue = self.ready(), self.config.max_queue
         client = service.client
-        num_waiting = max(0, client.num_outstanding - client.stats.num_running)
+        stats = client.stats
+        num_waiting = max(0, client.num_outstanding - stats.num_running - stats.num_following)
         # What came since the last step waits too, but may all fit into the next one, up to as many as can run.
         is_too_much = client.num_outstanding + num_choices > client.resolved.max_num_requests + max_queue
-        if is_too_much or (client.stats.num_waiting > 0 and num_waiting + num_choices > max_queue):
+        if is_too_much or (stats.num_waiting > 0 and num_waiting + 1 > max_queue):
             service.metrics.refused()
-            raise queue_full(
-                f"the queue is full: {num_waiting} requests wait, this one would add {num_choices}, and max_queue is "
-                f"{max_queue}"
-            )
+            raise queue_full(f"the queue is full: {num_waiting} requests wait, and max_queue is {max_queue}")
 
     def enter(self) -> None:
         """A generation begins."""

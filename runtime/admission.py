@@ -33,7 +33,7 @@ def max_total_tokens(prompt_token_ids: Sequence[int], params: SamplingParams, re
             param="n",
         )
     if resolved.slide_by is not None:
-        _check_slide("max_tokens", params.max_tokens or 0, num_prompt_tokens)
+        _check_total(params.max_tokens or 0, num_prompt_tokens)
     elif params.max_tokens is not None and params.max_tokens > room:
         raise InvalidRequestError(
             f"max_tokens is {params.max_tokens}; a prompt of {num_prompt_tokens} tokens with max_model_len {limit} "
@@ -53,12 +53,13 @@ def max_total_tokens(prompt_token_ids: Sequence[int], params: SamplingParams, re
     return num_prompt_tokens + (room if params.max_tokens is None else params.max_tokens)
 
 
-def _check_slide(field: str, value: int, num_prompt_tokens: int) -> None:
-    """Where a context slides, the output may go on beyond it."""
+def _check_total(max_tokens: int, num_prompt_tokens: int) -> None:
+    """Where a context slides, the output may go on beyond it, within what counts can hold."""
     limit = MAX_TOTAL_TOKENS - num_prompt_tokens
-    if value > limit:
+    if max_tokens > limit:
         raise InvalidRequestError(
-            f"{field} is {value}; a prompt of {num_prompt_tokens} tokens may get at most {limit}", param=field
+            f"max_tokens is {max_tokens}; a prompt of {num_prompt_tokens} tokens may get at most {limit}",
+            param="max_tokens",
         )
 
 

@@ -1,7 +1,7 @@
 """Physical blocks: who holds how many references, and which blocks can be handed out.
 
-It knows block ids and nothing else: not what a block holds, nor for whom. Its callers are BlockTables and
-PrefixCache.
+It knows block ids and nothing else: not what a block holds, nor for whom. BlockTables takes and gives back,
+PrefixCache marks what can be found, BlockManager pins.
 """
 
 from __future__ import annotations
@@ -165,6 +165,11 @@ class BlockAllocator:
         if self._ref_counts[block_id] == 0:
             del self._cached[block_id]
             self._free.append(block_id)
+
+    def touch(self, block_id: int) -> None:
+        """If it is cached, it is the last to be handed out now."""
+        if block_id in self._cached:
+            self._cached.move_to_end(block_id)
 
     def eviction_order(self) -> list[int]:
         """The cached blocks in the order in which they will be handed out once no free ones are left."""

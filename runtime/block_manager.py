@@ -1,8 +1,7 @@
 """Which blocks a request's context is in: finds what is computed already, takes blocks, publishes, gives back.
 
 The scheduler decides who gets memory; this decides which, and writes every change into the journal. It ties together
-the block tables, the prefix cache and the host tier, which do not know of each other, and keeps per row how far that
-row is published:
+the block tables and the prefix cache with its host tier, and keeps per row how far that row is published:
 
     | matched or published, entry = chain[row] | full, this step's | partial |
     0                               num_published[row]          num_computed_tokens
@@ -71,7 +70,7 @@ class BlockManager:
             self.allocator, max_requests=max_num_requests, max_blocks=max_blocks, block_size=block_size
         )
         self._copies: list[BlockCopy] = []
-        self.host_tier: HostTier[Entry] | None = HostTier(host_slots, self._copies) if host_slots else None
+        self.host_tier: HostTier[Entry] | None = HostTier(host_slots, self._record_copy) if host_slots else None
         self.prefix_cache: PrefixCache | None = None
         if prefix_cache:
             self.prefix_cache = PrefixCache(self.allocator, journal, block_size=block_size, host_tier=self.host_tier)
@@ -84,6 +83,11 @@ class BlockManager:
         self._num_published: Int32s = np.zeros(max_num_requests, dtype=np.int32)
         #: Pinned until the plan that carries their copies is done.
         self._pinned: list[int] = []
+
+    @property
+    def num_index_changes(self) -> int:
+        """Grows by one at least with each block that can be found, or can't be any more."""
+        return 0 if self.prefix_cache is None else self.prefix_cache.generation
 
     # ---- entering -------------------------------------------------------------------------------------------------
 
@@ -99,17 +103,21 @@ class BlockManager:
 
     def _worth_copying(self, lookup: Lookup) -> Lookup:
         """Cut where copying what lies in host memory costs more than computing all that the copies would save."""
+        computing = self._copy_costs.per_token * self._block_size
         best_length, saved, best_saved = 0, 0.0, 0.0
         for length, entry in enumerate(lookup.entries, 1):
-            saved += self._copy_costs.per_token * self._block_size
-            if entry.block_id == NO_BLOCK:
-                saved -= self._copy_costs.per_block
+            saved += computing - (self._copy_costs.per_block if entry.block_id == NO_BLOCK else 0.0)
             if saved >= best_saved:
                 best_length, best_saved = length, saved
-        if best_length == len(lookup.entries):
+        left_out = lookup.entries[best_length:]
+        if not left_out:
             return lookup
-        parent = lookup.entries[best_length].parent
-        return Lookup(lookup.entries[:best_length], "recompute", parent)
+        return Lookup(
+            lookup.entries[:best_length],
+            "recompute",
+            copy_seconds=sum(entry.block_id == NO_BLOCK for entry in left_out) * self._copy_costs.per_block,
+            compute_seconds=len(left_out) * computing,
+        )
 
     def missing_blocks(self, lookup: Lookup, num_tokens: int, leaving: Iterable[int] = ()) -> int:
         """Blocks that lack before a request with this lookup can hold `num_tokens` tokens; 0 or less where it can.
@@ -117,16 +125,11 @@ class BlockManager:
         Args:
             leaving: rows whose requests would give way for it.
         """
-        references = Counter(block_id for row in leaving for block_id in self.tables.block_ids(row))
-        counts = self.allocator.ref_counts() if references else None
-        freed = 0
-        if counts is not None:
-            for block_id, count in references.items():
-                counts[block_id] -= count
-                freed += counts[block_id] == 0
+        given_back = Counter(block_id for row in leaving for block_id in self.tables.block_ids(row))
+        freed = sum(self.allocator.ref_count(block_id) == count for block_id, count in given_back.items())
         matched = [entry.block_id for entry in lookup.entries if entry.block_id != NO_BLOCK]
         # What is matched but not in use counts as available now, and will not be.
-        unused = sum((self.allocator.ref_count(b) if counts is None else counts[b]) == 0 for b in matched)
+        unused = sum(self.allocator.ref_count(block_id) == given_back[block_id] for block_id in matched)
         available = self.allocator.num_available + freed - unused
         return self.tables.blocks_for(num_tokens) - len(matched) - available
 
@@ -139,25 +142,28 @@ class BlockManager:
         entries = lookup.entries
         if self.prefix_cache is not None:
             self.prefix_cache.use(entries)
-        row = self.tables.acquire_row([entry.block_id for entry in entries], num_tokens)
+        try:
+            row = self.tables.acquire_row([entry.block_id for entry in entries], num_tokens)
+        finally:
+            if self.host_tier is not None:
+                # Later copies may overwrite what is to be copied back: they are made after it.
+                self.host_tier.hold(())
         self._chain[row] = entries[-1] if entries else None
         self._num_published[row] = len(entries)
         self._note_admission(request, row, lookup)
         for index, entry in enumerate(entries):
             if entry.block_id == NO_BLOCK:
                 self._copy_back(request, entry, int(self.tables.table[row, index]))
-        if self.host_tier is not None:
-            self.host_tier.hold(())  # what is to be copied is written down: a later copy may overwrite it
         return row
 
     def _copy_back(self, request: Request, entry: Entry, block_id: int) -> None:
         assert self.prefix_cache is not None
-        self._copy(BlockCopy(CopyKind.TO_DEVICE, entry.host_slot, block_id), request)
+        self._record_copy(BlockCopy(CopyKind.TO_DEVICE, entry.host_slot, block_id), request.request_id)
         self.prefix_cache.place(entry, block_id)
 
-    def _copy(self, copy: BlockCopy, request: Request) -> None:
+    def _record_copy(self, copy: BlockCopy, request_id: str = "") -> None:
         self._copies.append(copy)
-        self._journal.note(CopyEvent, request.request_id, copy_kind=copy.kind.value, src=copy.src, dst=copy.dst)
+        self._journal.note(CopyEvent, request_id, copy_kind=copy.kind.value, src=copy.src, dst=copy.dst)
 
     def _note_admission(self, request: Request, row: int, lookup: Lookup) -> None:
         note, request_id, entries = self._journal.note, request.request_id, lookup.entries
@@ -180,6 +186,8 @@ class BlockManager:
             reason=lookup.reason,
             num_blocks=len(entries),
             evicted_step=lookup.evicted_step,
+            copy_seconds=lookup.copy_seconds,
+            compute_seconds=lookup.compute_seconds,
         )
         matched = [entry.block_id != NO_BLOCK for entry in entries]
         self._note_blocks(request, row, 0, matched)
@@ -216,7 +224,7 @@ class BlockManager:
         self._note_blocks(request, row, first, [True] * (num_full - first))
         if num_tokens % self._block_size:
             src, dst = self.tables.table[[leader.row, row], num_full].tolist()
-            self._copy(BlockCopy(CopyKind.FORK, src, dst), request)
+            self._record_copy(BlockCopy(CopyKind.FORK, src, dst), request.request_id)
             self.allocator.pin((src, dst))
             self._pinned += (src, dst)
             self._journal.note(PinEvent, request.request_id, block_ids=(src, dst))
@@ -291,12 +299,26 @@ class BlockManager:
     def release(self, request: Request) -> None:
         """Give a running request's row and blocks back."""
         row = request.row
+        num_behind_window = int(self.tables.first_block[row])
         block_ids = self.tables.release(row)
+        self._outlive_tail(self._chain[row], int(self._num_published[row]) - num_behind_window)
         self._chain[row] = None
         self._num_published[row] = 0
         self._journal.note(FreeEvent, request.request_id, row=row, block_ids=tuple(block_ids))
         if self._pinned:
             self._cancel_forks()
+
+    def _outlive_tail(self, entry: Entry | None, num_held: int) -> None:
+        """Blocks that a window gave back before the rest of their chain would be evicted first, and that rest be found
+        no more: they count as used now, the chain's head last."""
+        if self._window is None:
+            return
+        for _ in range(num_held):
+            entry = entry and entry.parent
+        while entry is not None:
+            if entry.block_id != NO_BLOCK:
+                self.allocator.touch(entry.block_id)
+            entry = entry.parent
 
     def _cancel_forks(self) -> None:
         """Leave out copies for choices that are gone: their pins might keep the last blocks from whoever runs next."""
@@ -364,6 +386,9 @@ class BlockManager:
         assert sorted(self._pinned) == sorted(
             block_id for block_id, pins in self.allocator.pins().items() for _ in range(pins)
         ), "a pin belongs to no copy"
+        for copy in self._copies:
+            if copy.kind is CopyKind.FORK:
+                assert self.allocator.state(copy.dst) == "used", f"a copy into block {copy.dst} is for nobody"
         for row, num_published in enumerate(self._num_published.tolist()):
             assert num_published <= self.tables.num_blocks[row], f"row {row} is published past its blocks"
             if self.prefix_cache is None:

@@ -16,7 +16,7 @@ from pageframe.runtime.model_runner import ModelRunner
 from pageframe.runtime.step_plan import SamplingBatch
 
 #: Enough tokens for the rate of a prefill, few enough for a start-up.
-MEASURED_TOKENS = 128
+MEASURED_TOKENS = 512
 MEASURED_COPIES = 8
 REPEATS = 3
 

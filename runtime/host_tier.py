@@ -7,7 +7,7 @@ themselves are lists that a step's plan carries to the runner, in the order in w
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, ItemsView, Iterable
+from collections.abc import Callable, ItemsView, Sequence
 from typing import Generic, TypeVar
 
 from pageframe.runtime.block_copy import BlockCopy, CopyKind
@@ -21,14 +21,14 @@ class HostTier(Generic[OwnerT]):
     """`num_slots` slots, the least recently used given up first.
 
     Args:
-        copies: where copies into host memory are written down, in order.
+        copy: called with each copy into host memory, to be made in the order of the calls.
     """
 
-    def __init__(self, num_slots: int, copies: list[BlockCopy]) -> None:
+    def __init__(self, num_slots: int, copy: Callable[[BlockCopy], None]) -> None:
         if num_slots < 1:
             raise ValueError(f"num_slots is {num_slots}; it must be at least 1")
         self.num_slots = num_slots
-        self._copies = copies
+        self._copy = copy
         self._free = list(range(num_slots - 1, -1, -1))
         self._owners: OrderedDict[int, OwnerT] = OrderedDict()
         self._held: frozenset[int] = frozenset()
@@ -52,13 +52,14 @@ class HostTier(Generic[OwnerT]):
                 return NO_SLOT
             on_lost(self._owners.pop(slot))
         self._owners[slot] = owner
-        self._copies.append(BlockCopy(CopyKind.TO_HOST, block_id, slot))
+        self._copy(BlockCopy(CopyKind.TO_HOST, block_id, slot))
         return slot
 
-    def hold(self, slots: Iterable[int]) -> None:
-        """These were used just now, and are not given up before the next call."""
+    def hold(self, slots: Sequence[int]) -> None:
+        """A chain's slots, head first, were used just now: they are not given up before the next call, and after it the
+        chain's tail before its head."""
         self._held = frozenset(slots)
-        for slot in self._held:
+        for slot in reversed(slots):
             self._owners.move_to_end(slot)
 
     def drop(self, slot: int) -> OwnerT | None:

@@ -11,7 +11,6 @@ from typing import Any
 
 from pageframe.runtime.engine import Engine
 from pageframe.runtime.errors import InvalidRequestError, RequestNotFoundError
-from pageframe.runtime.journal import ForkEvent, MissEvent
 from pageframe.runtime.prefix_cache import PrefixCache
 from pageframe.runtime.request import Request, RequestStatus
 from pageframe.runtime.scheduler import Scheduler
@@ -24,7 +23,8 @@ class EngineStats:
     """The engine's gauges and totals, for metrics.
 
     Args:
-        num_running, num_waiting: choices.
+        num_running, num_waiting: choices that run and that stand in the queue.
+        num_following: choices whose leader still computes the prompt for them.
         slots_written: slots of used blocks that hold K and V, each block counted once however many share it.
         slots_wasted: those that hold nothing, and have no known token to come.
         lookup_tokens, hit_tokens: tokens of requests when they first entered, and how many were found computed.
@@ -34,6 +34,7 @@ class EngineStats:
     step: int = 0
     num_running: int = 0
     num_waiting: int = 0
+    num_following: int = 0
     num_blocks: int = 0
     blocks_free: int = 0
     blocks_cached: int = 0
@@ -63,6 +64,7 @@ def engine_stats(engine: Engine) -> EngineStats:
         step=scheduler.step,
         num_running=scheduler.num_running,
         num_waiting=scheduler.num_waiting,
+        num_following=scheduler.num_following,
         num_blocks=allocator.num_blocks,
         blocks_free=allocator.num_free,
         blocks_cached=allocator.num_cached,
@@ -116,7 +118,7 @@ def inspect(engine: Engine, what: str, argument: str = "") -> Json:
             "step": engine.scheduler.step,
             "now": engine.now(),
             **_request(engine, request),
-            "prefix": _newest_lookup(engine, request),
+            "prefix": _newest_lookup(request),
         }
     if what == "steps":
         return _steps(engine, argument)
@@ -143,7 +145,11 @@ def _kv(engine: Engine) -> Json:
             "per_block": resolved.kv_bytes_per_token * resolved.block_size,
             "per_token": resolved.kv_bytes_per_token,
         },
-        "requests": {"running": stats.num_running, "waiting": stats.num_waiting},
+        "requests": {
+            "running": stats.num_running,
+            "waiting": stats.num_waiting,
+            "following": stats.num_following,
+        },
         "preemptions": stats.num_preemptions,
         "prefix_cache": {
             "lookup_tokens": stats.lookup_tokens,
@@ -225,22 +231,16 @@ def _request(engine: Engine, request: Request) -> Json:
     }
 
 
-def _newest_lookup(engine: Engine, request: Request) -> Json | None:
-    """What was found of a request's context when it last entered, and why no more; None before that, or where the
-    journal no longer has it. A choice that forked goes on from its leader's lookup."""
-    name = request.request_id
-    for event in reversed(list(engine.journal)):
-        if event.request_id != name:
-            continue
-        if isinstance(event, MissEvent):
-            return {
-                "hit_tokens": event.num_blocks * engine.resolved.block_size,
-                "reason": event.reason,
-                "evicted_step": None if event.evicted_step < 0 else event.evicted_step,
-            }
-        if isinstance(event, ForkEvent):
-            name = event.leader
-    return None
+def _newest_lookup(request: Request) -> Json | None:
+    """What was found of a request's context when it first entered, and why its latest lookup found no more; None before
+    that. A choice that forked goes on from its leader's."""
+    if not request.miss_reason:
+        return None
+    return {
+        "hit_tokens": request.num_cached_tokens,
+        "reason": request.miss_reason,
+        "evicted_step": None if request.evicted_step < 0 else request.evicted_step,
+    }
 
 
 def _steps(engine: Engine, argument: str) -> Json:

@@ -38,8 +38,7 @@ class ArriveEvent(Event):
 @dataclass(slots=True, frozen=True, kw_only=True)
 class WaitEvent(Event):
     """A request cannot go on, from now on. `reason`: "blocks" (the head of the queue needs `needed`, `free` are free),
-    "rows" (as many requests run as may), "budget" (the step's tokens went to others) or "group" (the request's first
-    choice computes the prompt for all)."""
+    "rows" (as many requests run as may) or "budget" (the step's tokens went to others)."""
 
     kind: ClassVar[str] = "wait"
     reason: str
@@ -76,7 +75,8 @@ class ChunkEvent(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class PreemptEvent(Event):
-    """Its blocks went to `for_request` (itself: it was the last in the order). `num_computed_tokens` are lost."""
+    """Its blocks went to `for_request` (itself: it was the last in the order). It had computed `num_computed_tokens`;
+    what of them is still in the prefix cache when it comes back is found."""
 
     kind: ClassVar[str] = "preempt"
     row: int
@@ -138,12 +138,14 @@ class HitEvent(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class MissEvent(Event):
-    """Why the lookup went no further than `num_blocks` blocks: see prefix_cache.Lookup."""
+    """Why the lookup went no further than `num_blocks` blocks, and the numbers of that: see prefix_cache.Lookup."""
 
     kind: ClassVar[str] = "miss"
     reason: str
     num_blocks: int
     evicted_step: int
+    copy_seconds: float
+    compute_seconds: float
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -172,13 +174,29 @@ class EvictEvent(Event):
     """What a block held can't be found there any more; `request_id` computed it.
 
     `reason`: "reused" (the least recently used one was handed out; it is in `host_slot` now, or lost if that is -1),
-    "failed" (the forward pass that used it failed) or "reset"."""
+    or "failed" (the forward pass that used it failed)."""
 
     kind: ClassVar[str] = "evict"
     block_id: int
     host_slot: int
     idle_steps: int
     reason: str
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class LoseEvent(Event):
+    """What `host_slot` held can't be found there any more; `request_id` computed it."""
+
+    kind: ClassVar[str] = "lose"
+    host_slot: int
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class ResetEvent(Event):
+    """All that was computed is forgotten; `num_blocks` could be found until now."""
+
+    kind: ClassVar[str] = "reset"
+    num_blocks: int
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

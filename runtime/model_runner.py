@@ -15,6 +15,9 @@ from pageframe.runtime.block_copy import BlockCopy, CopyKind
 from pageframe.runtime.block_table import TableUpdates
 from pageframe.runtime.models.decoder import Decoder
 
+#: Copies go through memory of their own on both sides, so that much at a time, in bytes.
+COPIED_AT_ONCE = 16 * 1024**2
+
 
 class ModelRunner:
     """One decoder over one KV pool.
@@ -49,9 +52,10 @@ class ModelRunner:
         self._device = device
         self._pool = torch.empty((model.num_layers, *shape), dtype=kv_dtype, device=device)
         self._kv_caches = list(self._pool.unbind(0))
-        # Pinned where there is a GPU: only so can a copy run beside the host's work.
+        self._block_bytes = self._pool[:, 0].numel() * self._pool.element_size()
         self._host_pool = torch.empty(
-            (model.num_layers, host_slots, *shape[1:]), dtype=kv_dtype, pin_memory=device.type == "cuda"
+            (model.num_layers, host_slots, *shape[1:]),
+            dtype=kv_dtype,
         )
         self._tables = torch.zeros((max_num_requests, max_blocks), dtype=torch.int32, device=device)
 
@@ -88,7 +92,7 @@ class ModelRunner:
     @torch.inference_mode()
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Make these copies, one after the other as far as it can be told."""
-        for kind, run in _independent_runs(copies):
+        for kind, run in _independent_runs(copies, max(1, COPIED_AT_ONCE // self._block_bytes)):
             source = self._host_pool if kind is CopyKind.TO_DEVICE else self._pool
             target = self._host_pool if kind is CopyKind.TO_HOST else self._pool
             src = torch.tensor([copy.src for copy in run], dtype=torch.int64)
@@ -125,12 +129,14 @@ class ModelRunner:
         return tensor.to(self._device, non_blocking=True)
 
 
-def _independent_runs(copies: Sequence[BlockCopy]) -> Iterator[tuple[CopyKind, list[BlockCopy]]]:
+def _independent_runs(copies: Sequence[BlockCopy], longest: int) -> Iterator[tuple[CopyKind, list[BlockCopy]]]:
     """Runs of copies of one kind that may be made all at once: none reads or overwrites what another one writes."""
     run: list[BlockCopy] = []
     written: set[int] = set()
     for copy in copies:
-        if run and (copy.kind is not run[0].kind or copy.dst in written or copy.src in written):
+        # Only a fork's source and target are numbers of the same kind.
+        overlaps = copy.dst in written or (copy.kind is CopyKind.FORK and copy.src in written)
+        if run and (copy.kind is not run[0].kind or overlaps or len(run) == longest):
             yield run[0].kind, run
             run, written = [], set()
         run.append(copy)

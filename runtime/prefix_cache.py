@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from pageframe.runtime.block_allocator import BlockAllocator
 from pageframe.runtime.host_tier import HostTier
-from pageframe.runtime.journal import EvictEvent, Journal
+from pageframe.runtime.journal import EvictEvent, Journal, LoseEvent, ResetEvent
 
 NO_PLACE = -1
 TOKEN_BYTES = 4
@@ -78,13 +78,14 @@ class Lookup:
             with these tokens), "evicted" (one did, but its block was reused in step `evicted_step`), "salt" (only
             other salts have it), "logprobs" (the request wants logprobs of its prompt, so all of it is computed),
             "recompute" (the next block is in host memory, but copying costs more than computing) or "off".
-        parent: the entry behind which it stopped, a root if `entries` is empty; None where there is no such root.
+        copy_seconds, compute_seconds: of what was left out because of "recompute".
     """
 
     entries: list[Entry]
     reason: str
-    parent: Entry | None = None
     evicted_step: int = NO_PLACE
+    copy_seconds: float = 0.0
+    compute_seconds: float = 0.0
 
 
 class PrefixCache:
@@ -112,16 +113,24 @@ class PrefixCache:
         self._roots: dict[bytes, Entry] = {}
         self._index: dict[tuple[int, bytes], Entry] = {}
         self._by_block: dict[int, Entry] = {}
-        #: Entries without a block, oldest first.
-        self._evicted: OrderedDict[int, Entry] = OrderedDict()
+        #: Entries without a block, and of these the ones that nothing hangs from, oldest first: they go first.
+        self._num_evicted = 0
+        self._evicted_leaves: OrderedDict[int, Entry] = OrderedDict()
         #: How many roots have a first block with these tokens: tells a differing prompt from one under another salt.
         self._first_blocks: dict[bytes, int] = {}
         self._num_entries = 0
+        #: Changes whenever a lookup may have another answer than before.
+        self.generation = 0
         allocator.on_evict = self._block_is_reused
 
     def __len__(self) -> int:
         """Blocks that can be found."""
         return len(self._by_block)
+
+    @property
+    def num_evicted(self) -> int:
+        """Entries remembered without a block: `keep_evicted` at most, and those that others hang from."""
+        return self._num_evicted
 
     def entry_of(self, block_id: int) -> Entry | None:
         """The entry that a block is indexed under."""
@@ -141,19 +150,19 @@ class PrefixCache:
             child = self._index.get((entry.entry_id, data[start : start + width]))
             if child is None:
                 under_other_salt = not entries and data[:width] in self._first_blocks
-                return Lookup(entries, "salt" if under_other_salt else "differs", entry)
+                return Lookup(entries, "salt" if under_other_salt else "differs")
             if not child.is_held:
-                return Lookup(entries, "evicted", entry, child.evicted_step)
+                return Lookup(entries, "evicted", child.evicted_step)
             entries.append(child)
             entry = child
-        return Lookup(entries, "complete", entry)
+        return Lookup(entries, "complete")
 
     def use(self, entries: Sequence[Entry]) -> None:
         """A request goes on from these. None of their copies in host memory is given up before the next call."""
         for entry in entries:
             entry.used_step = self._journal.step
         if self.host_tier is not None:
-            self.host_tier.hold(entry.host_slot for entry in entries if entry.host_slot != NO_PLACE)
+            self.host_tier.hold([entry.host_slot for entry in entries if entry.host_slot != NO_PLACE])
 
     # ---- filling --------------------------------------------------------------------------------------------------
 
@@ -179,11 +188,14 @@ class PrefixCache:
                 return entry
             self._index[key] = entry
             parent.num_children += 1
+            self._evicted_leaves.pop(parent.entry_id, None)
             if parent.parent is None:
                 self._first_blocks[tokens] = self._first_blocks.get(tokens, 0) + 1
         elif entry.block_id != NO_PLACE:
             return entry
-        self._evicted.pop(entry.entry_id, None)
+        elif not entry.is_held:
+            self._num_evicted -= 1
+            self._evicted_leaves.pop(entry.entry_id, None)
         entry.published_by, entry.used_step = request_id, self._journal.step
         self.place(entry, block_id)
         return entry
@@ -193,6 +205,7 @@ class PrefixCache:
         assert entry.block_id == NO_PLACE, f"entry {entry.entry_id} has block {entry.block_id} already"
         entry.block_id = block_id
         self._by_block[block_id] = entry
+        self.generation += 1
         self.allocator.set_indexed(block_id)
 
     def _new_entry(self, parent: Entry | None, tokens: bytes) -> Entry:
@@ -204,9 +217,11 @@ class PrefixCache:
     def _block_is_reused(self, block_id: int) -> None:
         """The allocator hands out a cached block: what it holds goes to host memory, or is lost."""
         entry = self._by_block.pop(block_id)
-        entry.block_id = NO_PLACE
+        self.generation += 1
+        # Whoever gives way in host memory may be dropped, so this entry counts as held until it is known where it goes.
         if self.host_tier is not None and entry.host_slot == NO_PLACE:
             entry.host_slot = self.host_tier.store(entry, block_id, self._lose_host_copy)
+        entry.block_id = NO_PLACE
         self._journal.note(
             EvictEvent,
             entry.published_by,
@@ -219,7 +234,9 @@ class PrefixCache:
             self._remember_evicted(entry)
 
     def _lose_host_copy(self, entry: Entry) -> None:
+        self._journal.note(LoseEvent, entry.published_by, host_slot=entry.host_slot)
         entry.host_slot = NO_PLACE
+        self.generation += 1
         if not entry.is_held:
             self._remember_evicted(entry)
 
@@ -230,9 +247,7 @@ class PrefixCache:
             if entry is None:
                 continue
             entry.block_id = NO_PLACE
-            if entry.host_slot != NO_PLACE and self.host_tier is not None:
-                self.host_tier.drop(entry.host_slot)
-                entry.host_slot = NO_PLACE
+            self.generation += 1
             self.allocator.clear_indexed(block_id)
             self._journal.note(
                 EvictEvent,
@@ -242,7 +257,10 @@ class PrefixCache:
                 idle_steps=self._journal.step - entry.used_step,
                 reason=reason,
             )
-            self._remember_evicted(entry)
+            if entry.host_slot != NO_PLACE:
+                self.forget_host_copies([entry.host_slot])
+            else:
+                self._remember_evicted(entry)
 
     def forget_host_copies(self, host_slots: Sequence[int]) -> None:
         """What these host slots hold can't be trusted."""
@@ -260,18 +278,13 @@ class PrefixCache:
             entry.is_forgotten = True
         self._roots.clear()
         self._index.clear()
-        self._evicted.clear()
+        self._evicted_leaves.clear()
+        self._num_evicted = 0
+        self.generation += 1
         self._first_blocks.clear()
-        for block_id, entry in list(self._by_block.items()):
+        for block_id in self._by_block:
             self.allocator.clear_indexed(block_id)
-            self._journal.note(
-                EvictEvent,
-                entry.published_by,
-                block_id=block_id,
-                host_slot=NO_PLACE,
-                idle_steps=self._journal.step - entry.used_step,
-                reason="reset",
-            )
+        self._journal.note(ResetEvent, "", num_blocks=num_blocks)
         self._by_block.clear()
         if self.host_tier is not None:
             self.host_tier.clear()
@@ -280,25 +293,24 @@ class PrefixCache:
     def _remember_evicted(self, entry: Entry) -> None:
         """Keep an entry without a block, and drop the oldest of those that nothing hangs from."""
         entry.evicted_step = self._journal.step
-        self._evicted[entry.entry_id] = entry
-        # Two tries a time: entries with children go to the end, and what is left over from before is caught up with.
-        for _ in range(2):
-            if len(self._evicted) <= self._keep_evicted:
-                return
-            _, oldest = self._evicted.popitem(last=False)
-            if oldest.num_children:
-                self._evicted[oldest.entry_id] = oldest
-            else:
-                self._drop(oldest)
+        self._num_evicted += 1
+        if not entry.num_children:
+            self._evicted_leaves[entry.entry_id] = entry
+        while self._num_evicted > self._keep_evicted and self._evicted_leaves:
+            _, oldest = self._evicted_leaves.popitem(last=False)
+            self._drop(oldest)
 
     def _drop(self, entry: Entry) -> None:
         parent = entry.parent
         assert parent is not None, "roots are never evicted"
         del self._index[parent.entry_id, entry.tokens]
         entry.is_forgotten = True
+        self._num_evicted -= 1
         parent.num_children -= 1
         if parent.parent is None:
             self._drop_first_block(parent, entry.tokens)
+        elif not parent.num_children and not parent.is_held:
+            self._evicted_leaves[parent.entry_id] = parent
 
     def _drop_first_block(self, root: Entry, tokens: bytes) -> None:
         left = self._first_blocks.pop(tokens) - 1
@@ -337,7 +349,9 @@ class PrefixCache:
             children[parent_id] = children.get(parent_id, 0) + 1
             if entry.block_id != NO_PLACE:
                 assert self._by_block.get(entry.block_id) is entry
-            assert entry.is_held != (entry.entry_id in self._evicted), f"entry {entry.entry_id} is lost or evicted?"
+            is_leaf = not entry.is_held and not entry.num_children
+            assert is_leaf == (entry.entry_id in self._evicted_leaves), f"entry {entry.entry_id} is not where it goes"
+        assert self._num_evicted == sum(not entry.is_held for entry in self._index.values())
         for entry in (*self._roots.values(), *self._index.values()):
             assert entry.num_children == children.get(entry.entry_id, 0), f"entry {entry.entry_id} miscounts children"
         for block_id, entry in self._by_block.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -19,6 +20,8 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
 MAX_STOP_IDS = 1024
 MAX_CHOICES = 128
+#: A request that slides or is preempted often waits often; so many of its waits are remembered.
+KEPT_WAITS = 64
 MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
 #: Most tokens, prompt and output, that a request may ask for where its context slides; keeps counts in int32.
 MAX_TOTAL_TOKENS = 2**30
@@ -206,6 +209,8 @@ class Request:
             other way round.
         context_start: tokens that have slid out of the context.
         num_cached_tokens: prompt tokens found computed when it first entered.
+        miss_reason, evicted_step: why its latest lookup went no further, see prefix_cache.Lookup; "" before the first.
+        waits: the latest ones.
         request_seed: the seed asked for or drawn; `seed` is the choice's own, made from it.
         arrival: a running number; with `priority` it makes the strict order.
         max_total_tokens: prompt plus most output tokens.
@@ -239,7 +244,9 @@ class Request:
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finish_time: float | None = None
-    waits: list[Wait] = field(default_factory=list)
+    miss_reason: str = ""
+    evicted_step: int = -1
+    waits: deque[Wait] = field(default_factory=lambda: deque(maxlen=KEPT_WAITS))
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)
@@ -248,6 +255,11 @@ class Request:
     def context(self) -> npt.NDArray[np.int32]:
         """While it waits: the tokens that the model will see."""
         return self.token_ids[self.context_start :]
+
+    def truncate(self, num_tokens: int) -> None:
+        """Drop the tokens behind the first `num_tokens`."""
+        self.token_ids = self.token_ids[:num_tokens]
+        self.context_start = min(self.context_start, len(self.token_ids))
 
     @property
     def order(self) -> tuple[int, int]:

@@ -5,7 +5,7 @@ The order is strict: (priority, arrival). It decides nothing; the scheduler move
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Sequence
 
@@ -81,13 +81,14 @@ class RequestQueues:
 
     def leave(self, request: Request) -> None:
         """It stands nowhere for now."""
-        if request.status is RequestStatus.RUNNING:
-            self.running.remove(request)
-        elif request.leader is not None:
+        if request.leader is not None:
             request.leader.followers.remove(request)
             request.leader = None
-        elif request in self.waiting:
-            self.waiting.remove(request)
+            return
+        queue = self.running if request.status is RequestStatus.RUNNING else self.waiting
+        place = bisect_left(queue, request.order, key=_order)
+        if place < len(queue) and queue[place] is request:
+            del queue[place]
 
     def release_followers(self, leader: Request) -> list[Request]:
         """The prompt is computed: those who followed stand on their own, nowhere for now."""

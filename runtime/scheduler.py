@@ -14,7 +14,9 @@ What a prefix lookup finds is a head start in it, and a preempted request contin
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +42,17 @@ from pageframe.runtime.step_plan import StepPlan, StepResult
 from pageframe.runtime.token_budget import share_token_budget
 
 Int32s = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocked:
+    """The first in the queue as it was last looked up: it needed `needed` blocks and lacked `missing` of them."""
+
+    request: Request
+    needed: int
+    missing: int
+    available: int
+    index_changes: int
 
 
 class Scheduler:
@@ -100,6 +113,7 @@ class Scheduler:
         self.num_lookup_tokens = 0
         self.num_hit_tokens = 0
         self._queues = RequestQueues(keep_finished)
+        self._blocked: _Blocked | None = None
         self._running_rows: Int32s = np.zeros(0, dtype=np.int32)
         self._preempted: list[str] = []
 
@@ -107,7 +121,13 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._queues) - len(self._queues.running)
+        """Requests in the queue."""
+        return len(self._queues.waiting)
+
+    @property
+    def num_following(self) -> int:
+        """Choices whose leader still computes the prompt for them; they stand in no queue."""
+        return len(self._queues) - len(self._queues.running) - len(self._queues.waiting)
 
     @property
     def num_running(self) -> int:
@@ -184,7 +204,7 @@ class Scheduler:
         ended = self.find(request_id)
         if ended is None or ended.finish_reason not in (FinishReason.LENGTH, FinishReason.STOP):
             return False
-        ended.token_ids = ended.token_ids[: ended.num_prompt_tokens + num_output_tokens]
+        ended.truncate(ended.num_prompt_tokens + num_output_tokens)
         ended.finish_reason = FinishReason.STOP
         self._note_finish(ended)
         return True
@@ -201,7 +221,7 @@ class Scheduler:
         if request.followers and reason is not FinishReason.ERROR:
             self._queue(self._queues.hand_over(request), now)
         if keep is not None:
-            request.token_ids = request.token_ids[:keep]
+            request.truncate(keep)
         request.end_wait(now)
         request.finish_reason = reason
         request.finish_time = now
@@ -274,6 +294,13 @@ class Scheduler:
         """Let waiting requests in, strictly in order: none overtakes one that waits."""
         while self._queues.waiting:
             request = self._queues.waiting[0]
+            if self.tables.num_free_rows == 0 and not self._queues.later_than(request):
+                self._wait(request, "rows", now)
+                return
+            if self._is_still_blocked(request):
+                assert self._blocked is not None
+                self._wait(request, "blocks", now, needed=self._blocked.needed, free=self.allocator.num_available)
+                return
             lookup = self.blocks.lookup(request)
             num_tokens = self._tokens_to_hold(request)
             if not self._make_room(request, lookup, num_tokens, now):
@@ -284,6 +311,17 @@ class Scheduler:
             except OutOfBlocksError:
                 self._record_wait(request, lookup, num_tokens, now)
                 return
+
+    def _is_still_blocked(self, request: Request) -> bool:
+        """Whether a request that did not fit when it was last looked up can't fit now, told without looking it up.
+
+        Each block that came back makes it lack one less, and so does each that was published and may be one of its own.
+        """
+        last = self._blocked
+        if last is None or last.request is not request or self._queues.later_than(request):
+            return False
+        come_back = self.allocator.num_available - last.available
+        return last.missing > come_back + self.blocks.num_index_changes - last.index_changes
 
     def _tokens_to_hold(self, request: Request) -> int:
         """Tokens that a request has blocks for when it enters: all of its context, so that no half-admitted prompt is
@@ -302,15 +340,13 @@ class Scheduler:
         return True
 
     def _record_wait(self, request: Request, lookup: Lookup, num_tokens: int, now: float) -> None:
-        reason = "rows" if self.tables.num_free_rows == 0 else "blocks"
-        available = self.allocator.num_available
-        self._wait(
-            request,
-            reason,
-            now,
-            needed=available + max(0, self.blocks.missing_blocks(lookup, num_tokens)),
-            free=available,
-        )
+        if self.tables.num_free_rows == 0:
+            self._wait(request, "rows", now)
+            return
+        available, missing = self.allocator.num_available, self.blocks.missing_blocks(lookup, num_tokens)
+        needed = available + max(0, missing)
+        self._blocked = _Blocked(request, needed, missing, available, self.blocks.num_index_changes)
+        self._wait(request, "blocks", now, needed=needed, free=available)
 
     def _admit(self, request: Request, lookup: Lookup, num_tokens: int, now: float) -> None:
         """Give the first in the queue a row and blocks.
@@ -320,12 +356,15 @@ class Scheduler:
         """
         request.row = self.blocks.admit(request, lookup, num_tokens)
         self._queues.leave(request)
+        self._blocked = None
         num_cached = len(lookup.entries) * self.tables.block_size
+        request.miss_reason, request.evicted_step = lookup.reason, lookup.evicted_step
         if request.first_scheduled_time is None:
             request.first_scheduled_time = now
             request.num_cached_tokens = num_cached
-            self.num_lookup_tokens += len(request.token_ids)
-            self.num_hit_tokens += num_cached
+            if self.blocks.prefix_cache is not None:
+                self.num_lookup_tokens += len(request.token_ids)
+                self.num_hit_tokens += num_cached
         self._run(request, num_cached, now)
 
     def _run(self, request: Request, num_computed_tokens: int, now: float) -> None:
@@ -395,41 +434,34 @@ class Scheduler:
         outputs: list[RequestOutput] = []
         for position, first in zip(sampling.tolist(), firsts.tolist(), strict=True):
             request = plan.requests[position]
-            if request.followers:
-                self._fork(request, token_ids, first, result, outputs, now)
+            followers = self._queues.release_followers(request) if request.followers else []
+            for index, follower in enumerate(followers, first + 1):
+                outputs.append(self._fork(follower, request, token_ids[index], result.logprobs.get(index), now))
             outputs.append(self._take(request, token_ids[first], result.logprobs.get(first), now))
         return outputs
 
     def _fork(
-        self,
-        leader: Request,
-        token_ids: list[int],
-        first: int,
-        result: StepResult,
-        outputs: list[RequestOutput],
-        now: float,
-    ) -> None:
-        """The leader has computed the prompt: each follower gets its own first token and goes on by itself."""
+        self, follower: Request, leader: Request, token: int, logprobs: TokenLogprobs | None, now: float
+    ) -> RequestOutput:
+        """The leader has computed the prompt: a follower takes its own first token and goes on by itself."""
+        follower.first_scheduled_time = leader.first_scheduled_time
+        follower.num_cached_tokens = leader.num_cached_tokens
+        follower.miss_reason, follower.evicted_step = leader.miss_reason, leader.evicted_step
+        follower.token_ids = np.append(follower.token_ids, np.int32(token))
+        output = self._take(follower, token, logprobs, now)
+        if follower.status is RequestStatus.FINISHED:
+            return output
         num_computed = int(self.rows.num_computed_tokens[leader.row])
-        for index, follower in enumerate(self._queues.release_followers(leader), first + 1):
-            follower.first_scheduled_time = leader.first_scheduled_time
-            follower.num_cached_tokens = leader.num_cached_tokens
-            follower.token_ids = np.append(follower.token_ids, np.int32(token_ids[index]))
-            outputs.append(self._take(follower, token_ids[index], result.logprobs.get(index), now))
-            if follower.status is RequestStatus.FINISHED:
-                continue
-            try:
-                if self.tables.num_free_rows == 0:
-                    raise OutOfBlocksError(1, 0)
+        if self.tables.num_free_rows > 0:
+            with contextlib.suppress(OutOfBlocksError):  # then it is as if there were no row
                 follower.row = self.blocks.fork(follower, leader, num_computed)
-            except OutOfBlocksError:
-                # It finds the prompt's blocks again when it enters, and computes the rest.
-                self.journal.note(
-                    ForkEvent, follower.request_id, row=-1, leader=leader.request_id, num_tokens=num_computed
-                )
-                self._queue(follower, now)
-            else:
-                self._run(follower, num_computed, now)
+        if follower.row >= 0:
+            self._run(follower, num_computed, now)
+            return output
+        # It finds the prompt's blocks again when it enters, and computes the rest.
+        self.journal.note(ForkEvent, follower.request_id, row=-1, leader=leader.request_id, num_tokens=num_computed)
+        self._queue(follower, now)
+        return output
 
     def _take(self, request: Request, token: int, logprobs: TokenLogprobs | None, now: float) -> RequestOutput:
         """The output that tells of a request's new token, which may end the request or make its context slide."""

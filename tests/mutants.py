@@ -34,6 +34,8 @@ class Mutant:
     target: str
     old: str
     new: str
+    #: What notices it: the checks, unless it breaks the code's own bookkeeping first.
+    noticed_by: type[Exception] = AssertionError
 
     @contextmanager
     def alive(self) -> Iterator[None]:
@@ -171,6 +173,25 @@ MUTANTS = [
         "block_table:BlockTables.release",
         "self.allocator.free(block_ids)",
         'self.allocator.free(self.__dict__.pop("late", []))\n    self.__dict__["late"] = block_ids',
+        noticed_by=IndexError,
+    ),
+    Mutant(
+        "copies for choices that are gone keep their pins",
+        "block_manager:BlockManager.release",
+        "if self._pinned:",
+        "if False:",
+    ),
+    Mutant(
+        "a reset leaves what is in host memory",
+        "prefix_cache:PrefixCache.reset",
+        "self.host_tier.clear()",
+        "pass",
+    ),
+    Mutant(
+        "evicted entries are remembered for ever",
+        "prefix_cache:PrefixCache._remember_evicted",
+        "while self._num_evicted > self._keep_evicted and self._evicted_leaves:",
+        "while False:",
     ),
     Mutant(
         "the window gives back one block too many",
@@ -226,13 +247,16 @@ MUTANTS = [
 
 
 def hunt(mutant: Mutant, max_steps: int = MAX_STEPS) -> tuple[int, str] | None:
-    """Steps until the first violation, and its words; None where none was found."""
+    """Steps until the first violation, and its words; None where none was found.
+
+    Any other error is the mutant's own and comes through.
+    """
     steps = [0]
     logging.disable(logging.CRITICAL)
     try:
         with mutant.alive():
             simulate(SEED, max_steps, on_step=steps.append)
-    except Exception as error:
+    except mutant.noticed_by as error:
         return steps[-1], f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     finally:
         logging.disable(logging.NOTSET)

@@ -18,7 +18,7 @@ if __name__ == "__main__":
 
 from fakes.workload import simulate
 
-COLUMNS = {
+COUNTED = {
     "steps": "steps",
     "mixed": "mixed_steps",
     "preemptions": "preemptions",
@@ -45,7 +45,7 @@ def run_seed(task: tuple[int, int]) -> tuple[int, Counter[str], str]:
 def main() -> int:
     from rich.console import Console
     from rich.progress import track
-    from rich.table import Table
+    from rich.table import Column, Table
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     which = parser.add_mutually_exclusive_group()
@@ -64,8 +64,11 @@ def main() -> int:
             if violation:
                 violations.append(seed)
                 errors.print(f"seed {seed} with --steps {args.steps}:\n{violation}", markup=False, highlight=False)
-    table = Table("seeds", *COLUMNS, "violations")
-    table.add_row(str(len(seeds)), *(f"{total[key]:,}" for key in COLUMNS.values()), str(len(violations)))
+    table = Table("", Column("all seeds", justify="right"))
+    table.add_row("seeds", f"{len(seeds):,}")
+    for name, key in COUNTED.items():
+        table.add_row(name, f"{total[key]:,}")
+    table.add_row("violations", str(len(violations)))
     Console().print(table)
     if violations:
         errors.print(f"violations with seeds {sorted(violations)}; again: --seed N --steps {args.steps}")

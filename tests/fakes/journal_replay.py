@@ -23,11 +23,13 @@ from pageframe.runtime.journal import (
     FreeEvent,
     HitEvent,
     Journal,
+    LoseEvent,
     MissEvent,
     PinEvent,
     PreemptEvent,
     PublishEvent,
     ReleaseEvent,
+    ResetEvent,
     ShareEvent,
     SlideEvent,
     UnpinEvent,
@@ -232,12 +234,22 @@ class JournalReplay:
                 self._published_by[block_id] = event.request_id
 
     def _on_evict(self, event: EvictEvent) -> None:
-        assert event.reason in ("failed", "reset") or self.state(event.block_id) == "cached"
+        assert event.reason == "failed" or self.state(event.block_id) == "cached"
         self.indexed.remove(event.block_id)
-        if event.host_slot != NO_BLOCK:
-            self._copied_by[event.host_slot] = self._published_by[event.block_id]
+        assert event.host_slot == NO_BLOCK or event.host_slot in self._copied_by, "an eviction to where nothing is"
+
+    def _on_lose(self, event: LoseEvent) -> None:
+        del self._copied_by[event.host_slot]
+
+    def _on_reset(self, event: ResetEvent) -> None:
+        assert event.num_blocks == len(self.indexed)
+        self.indexed.clear()
+        self._copied_by.clear()
 
     def _on_copy(self, event: CopyEvent) -> None:
+        if event.copy_kind == "to_host":
+            self._copied_by[event.dst] = self._published_by[event.src]
+            return
         assert self.state(event.dst) == "used"
         if event.copy_kind == "to_device":
             self.indexed.add(event.dst)
@@ -259,3 +271,4 @@ class JournalReplay:
     def _on_miss(self, event: MissEvent) -> None:
         assert (event.reason == "evicted") == (event.evicted_step != NO_BLOCK)
         self.counts[f"miss: {event.reason}"] += 1
+        assert (event.reason == "recompute") == (event.copy_seconds > event.compute_seconds), "the rule was not kept"

@@ -239,7 +239,11 @@ class Simulation:
         to_be_read = {copy.src for copy in scheduler.blocks.pending_copies}
         free = {block_id for block_id, state in enumerate(states) if state == "free"}
         self.model.poison(sorted(free - to_be_read))
-        host_tier = scheduler.blocks.host_tier
+        prefix_cache, host_tier = scheduler.blocks.prefix_cache, scheduler.blocks.host_tier
+        if prefix_cache is not None:
+            # A window's blocks are lost head first, so whole chains may be remembered for what hangs from them.
+            longest = self.resolved.max_blocks * (allocator.num_blocks + self.resolved.host_slots)
+            assert prefix_cache.num_evicted <= allocator.num_blocks + longest, "evicted entries pile up"
         if host_tier is not None:
             owned = {slot for slot, _ in host_tier.items()}
             self.model.poison_host([slot for slot in range(host_tier.num_slots) if slot not in owned])

@@ -149,7 +149,7 @@ def test_a_client_that_leaves_before_the_prompt_is_computed_leaves_nothing(tmp_p
                 client.abort(f"r{number}-{index}")
         assert client.num_outstanding == 0
         kv = await client.inspect("kv")
-        assert b'"requests":{"running":0,"waiting":0}' in kv
+        assert b'"requests":{"running":0,"waiting":0,"following":0}' in kv
         assert b'"used":0' in kv
         # Who is left is served, whoever was to compute the prompt for it.
         queue = client.add("last", PROMPT, params(3))

@@ -13,7 +13,7 @@ class Scene:
 
     def __init__(self, num_slots: int) -> None:
         self.copies: list[BlockCopy] = []
-        self.tier: HostTier[str] = HostTier(num_slots, self.copies)
+        self.tier: HostTier[str] = HostTier(num_slots, self.copies.append)
         self.lost: list[str] = []
 
     def store(self, owner: str, block_id: int = 0) -> int:
@@ -63,7 +63,17 @@ def test_there_is_no_slot_where_all_are_held() -> None:
     scene.tier.hold(slots)
     before = scene.copies.copy()
     assert scene.store("c") == NO_SLOT
-    assert (scene.owners(), scene.lost, scene.copies) == (["a", "b"], [], before)
+    assert (scene.owners(), scene.lost, scene.copies) == (["b", "a"], [], before)
+
+
+def test_of_a_chain_that_was_used_the_tail_gives_way_before_the_head() -> None:
+    scene = Scene(6)
+    slots = [scene.store(owner) for owner in "abcdef"]
+    scene.tier.hold([slots[5], slots[0], slots[3]])
+    scene.tier.hold([])
+    for owner in "uvwxyz":
+        scene.store(owner)
+    assert scene.lost == ["b", "c", "e", "d", "a", "f"]
 
 
 def test_what_came_in_while_others_are_held_gives_way_where_they_must_not() -> None:
@@ -110,4 +120,4 @@ def test_clearing_gives_all_slots_up() -> None:
 @pytest.mark.parametrize("num_slots", [0, -1])
 def test_a_tier_has_at_least_one_slot(num_slots: int) -> None:
     with pytest.raises(ValueError, match=f"num_slots is {num_slots}"):
-        HostTier(num_slots, [])
+        HostTier(num_slots, lambda copy: None)

@@ -53,7 +53,7 @@ def test_kv_by_hand() -> None:
         "slots": {"written": 14, "wasted": 2},
         "blocks_saved_by_sharing": 0,
         "bytes": {"pool": 2048, "per_block": 256, "per_token": 64},
-        "requests": {"running": 2, "waiting": 0},
+        "requests": {"running": 2, "waiting": 0, "following": 0},
         "preemptions": 0,
         # r0's first two blocks are full.
         "prefix_cache": {"lookup_tokens": 16, "hit_tokens": 0, "blocks": 2},
@@ -245,7 +245,7 @@ def test_choices_wait_for_the_first_and_go_on_from_its_blocks() -> None:
     answers = {name: inspect(simulation.engine, "request", name) for name in ("r-0", "r-1", "r-2")}
     assert [answer["leader"] for answer in answers.values()] == [None, "r-0", "r-0"]
     assert [wait["reason"] for wait in answers["r-1"]["waits"]] == ["group"]
-    assert inspect(simulation.engine, "kv")["requests"] == {"running": 1, "waiting": 2}
+    assert inspect(simulation.engine, "kv")["requests"] == {"running": 1, "waiting": 0, "following": 2}
     assert answers["r-1"]["prefix"] is None
     run(simulation, 1)
     answers = {name: inspect(simulation.engine, "request", name) for name in ("r-0", "r-1", "r-2")}
@@ -341,7 +341,8 @@ def check_answers(simulation: Simulation) -> set[str]:
     assert states == {block_id: replay.state(block_id) for block_id in range(8)}
     for state, count in kv["blocks"].items():
         assert sum(other == state for other in states.values()) == count
-    assert kv["requests"] == {"running": len(replay.running), "waiting": len(replay.waiting) + len(replay.following)}
+    queues = {"running": replay.running, "waiting": replay.waiting, "following": replay.following}
+    assert kv["requests"] == {name: len(queue) for name, queue in queues.items()}
     assert kv["prefix_cache"]["blocks"] == len(replay.indexed)
     assert {block["id"] for block in blocks["blocks"] if block["digest"]} == replay.indexed
 

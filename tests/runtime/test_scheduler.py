@@ -495,7 +495,7 @@ def test_choices_share_the_prompts_full_blocks_and_copy_its_partial_one(num_toke
     """Fault 8."""
     scheduler = make_with(num_blocks=32)
     choices = add_choices(scheduler, "r", numbers(num_tokens), 6, n=3)
-    assert (scheduler.num_waiting, scheduler.num_running) == (3, 0)
+    assert (scheduler.num_waiting, scheduler.num_following, scheduler.num_running) == (1, 2, 0)
     assert [choice.waits[-1].reason for choice in choices] == ["queue", "group", "group"]
     plan, outputs = run_step(scheduler)
     assert (plan.num_samples.tolist(), plan.num_new_tokens.tolist()) == ([3], [num_tokens])
@@ -827,12 +827,13 @@ def test_an_output_ends_exactly_at_the_room_or_slides_one_token_later() -> None:
         assert len(events(scheduler, SlideEvent)) == max(0, num_slides - (max_tokens == 11))
 
 
-def test_a_slid_request_still_ends_at_a_stop_id_and_at_a_stop_string() -> None:
+def test_a_slid_request_ends_at_a_stop_string_that_has_slid_out_of_its_context() -> None:
     scheduler = make_with(max_model_len=16, slide_by=8)
     stopping = add_request(scheduler, "stopping", numbers(6), max_tokens=100)
     run_until(scheduler, lambda: stopping.context_start == 16, limit=40)
     assert scheduler.finish("stopping", 3, 50.0)
     assert stopping.token_ids.tolist() == numbers(6) + [TOKEN] * 3
+    assert stopping.context_start == 9, "no context begins behind its tokens"
     assert_nothing_is_held(scheduler)
 
 
