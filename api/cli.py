@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from pageframe.api.config import ServerConfig
@@ -25,6 +25,30 @@ COMMANDS = {
     "chat": Command("talk to a model in the terminal", "pageframe.api.terminal_chat"),
     "inspect": Command("draw a running server's pool and block tables", "pageframe.api.terminal_inspect"),
     "plan": Command("how much memory the KV cache takes here", "pageframe.api.plan_command"),
+}
+
+#: What stands behind `pageframe bench`.
+BENCHES = {
+    "serve": Command(
+        "drive any server that speaks OpenAI's HTTP, and measure what its clients see",
+        "pageframe.benchmarks.client.command",
+    ),
+    "kv-cache": Command(
+        "what a KV cache saves: none, one grown by concatenation, one reserved whole, and a paged one",
+        "pageframe.benchmarks.experiments.kv_cache",
+    ),
+    "phases": Command(
+        "prefill and decode apart, against prompt length and context, beside the machine's floor",
+        "pageframe.benchmarks.experiments.phases",
+    ),
+    "batching": Command(
+        "what continuous batching, chunked prefill, the prefix cache and the block size change",
+        "pageframe.benchmarks.experiments.batching",
+    ),
+    "fit": Command(
+        "how many requests of a trace fit in one pool, paged and reserved whole",
+        "pageframe.benchmarks.experiments.fit",
+    ),
 }
 
 
@@ -55,30 +79,22 @@ def _parser(named: Sequence[str]) -> argparse.ArgumentParser:
     add_flags(serve, EngineConfig)
     add_flags(serve, ServerConfig)
     serve.set_defaults(run=_serve)
-    for name, command in COMMANDS.items():
-        _add_module(
-            commands.add_parser(name, help=command.help, description=_sentence(command.help)),
-            name,
-            command.module,
-            named,
-        )
-    bench = commands.add_parser("bench", help="load-test a server")
+    _add_commands(commands, COMMANDS, named[:1])
+    bench = commands.add_parser("bench", help="load-test a server, or measure what its parts are worth")
     benches = bench.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
-    against = "drive any server that speaks OpenAI's HTTP, and measure what its clients see"
-    _add_module(
-        benches.add_parser("serve", help=against, description=_sentence(against)),
-        "bench",
-        "pageframe.benchmarks.client.command",
-        named,
-    )
+    _add_commands(benches, BENCHES, named[1:2] if named[:1] == ["bench"] else [])
     return parser
 
 
-def _add_module(parser: argparse.ArgumentParser, name: str, module_name: str, named: Sequence[str]) -> None:
-    if name in named:
-        module = importlib.import_module(module_name)
-        module.add_arguments(parser)
-        parser.set_defaults(run=module.run)
+def _add_commands(
+    group: argparse._SubParsersAction[argparse.ArgumentParser], commands: Mapping[str, Command], named: Sequence[str]
+) -> None:
+    for name, command in commands.items():
+        parser = group.add_parser(name, help=command.help, description=_sentence(command.help))
+        if name in named:
+            module = importlib.import_module(command.module)
+            module.add_arguments(parser)
+            parser.set_defaults(run=module.run)
 
 
 def _sentence(text: str) -> str:

@@ -1,7 +1,8 @@
 """`pageframe plan`: the memory of the KV cache worked out with a model's own numbers.
 
-Reads the model's shape and this machine's free memory; loads no weights, imports no torch, speaks to no server. So it
-knows nothing of a GPU's memory: for one, say its size with --kv-memory.
+Reads the model's shape and this machine's free memory; loads no weights, speaks to no server. So it knows nothing of a
+GPU's memory: for one, say its size with --kv-memory. The one thing that takes torch is the small real pool whose bytes
+stand beside the formula's; --no-measure leaves it out.
 """
 
 from __future__ import annotations
@@ -9,22 +10,27 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
-from rich.table import Table
-from rich.text import Text
+from rich.console import Console
 
+from pageframe.api.plan_drawing import draw_details, draw_plan, save_plot
 from pageframe.runtime import memory_plan
-from pageframe.runtime.config import EngineConfig, ModelConfig
-from pageframe.runtime.errors import StartupError
-from pageframe.runtime.memory_plan import PoolSize, format_bytes
+from pageframe.runtime.config import DEFAULT_MODEL, EngineConfig, ModelConfig
+from pageframe.runtime.errors import ConfigError, StartupError
+from pageframe.runtime.memory_plan import PoolSize
+from pageframe.runtime.memory_tables import block_size_rows, dtype_rows, heads_rows, requests_that_fit
 from pageframe.runtime.models.config import load_model_config
 from pageframe.runtime.models.source import resolve_source
 
 REQUEST_LENGTHS = (128, 512, 2048, 8192)
-_TIMES = "\N{MULTIPLICATION SIGN}"
+#: The worked example: 4,096 tokens of such a model take 2 GiB.
+EXAMPLE_SHAPE, EXAMPLE_TOKENS = "32,32,32,128", 4096
+#: A measured pool stays below this; one block is measured whatever it takes, up to the second.
+MEASURED_BYTES, MEASURED_BLOCK_LIMIT = 64 * 2**20, 2**30
 
 #: EngineConfig's fields that decide the plan, and how the command line reads each.
 _FLAGS = {
@@ -59,7 +65,7 @@ class Plan:
     """The numbers of one plan. Sizes in bytes.
 
     Args:
-        weight_bytes: an estimate from the model's shape.
+        weight_bytes: an estimate from the model's shape; None where only the shape of K and V is known.
         pool_rule: what the pool's size follows from, in words.
     """
 
@@ -70,12 +76,16 @@ class Plan:
     bytes_per_token: int
     bytes_per_block: int
     free_bytes: int
-    weight_bytes: int
+    weight_bytes: int | None
     num_blocks: int
     pool_rule: str
     max_model_len: int
     max_num_requests: int
     fits: tuple[Fit, ...]
+
+    @property
+    def num_parameters(self) -> int:
+        return num_parameters(self.model)
 
     @property
     def pool_bytes(self) -> int:
@@ -88,7 +98,15 @@ class Plan:
     @property
     def exceeds_machine(self) -> bool:
         """Whether the pool asked for is larger than what this machine has left beside the weights."""
-        return self.pool_bytes > self.free_bytes - self.weight_bytes
+        return self.pool_bytes > self.free_bytes - (self.weight_bytes or 0)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredPool:
+    """A small real pool: the blocks it was allocated with, and its bytes."""
+
+    num_blocks: int
+    bytes: int
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,26 +120,56 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             choices=field.metadata["choices"] or None,
             help=field.metadata["help"],
         )
+    shape = parser.add_mutually_exclusive_group()
+    shape.add_argument(
+        "--shape", metavar="LAYERS,HEADS,KV_HEADS,HEAD_DIM", help="plan for a model of this shape instead of a file's"
+    )
+    shape.add_argument(
+        "--example",
+        action="store_true",
+        help=f"the worked example: --shape {EXAMPLE_SHAPE} --max-model-len {EXAMPLE_TOKENS} in bf16",
+    )
+    parser.add_argument(
+        "--lengths",
+        metavar="N,N,…",
+        help="contexts to count requests for, in tokens (default: some that the model has)",
+    )
+    parser.add_argument("--no-measure", action="store_true", help="allocate no small real pool beside the formula")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw how many requests fit against their length")
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan; 1 and one line on stderr where the model, a flag or the memory does not allow one."""
     try:
-        plan = make_plan(_engine_config(args))
+        config = _engine_config(args)
+        shape = _shape_model(EXAMPLE_SHAPE if args.example else args.shape, config)
+        lengths = None if args.lengths is None else _parse_numbers("lengths", args.lengths)
+        plan = make_plan(config, model=shape, lengths=lengths)
+        measured = None if args.no_measure else measure(plan)
+        if args.plot is not None:
+            save_plot(plan, args.plot)
     except StartupError as error:
         Console(stderr=True).print(f"pageframe: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return 1
     console = Console(highlight=False)
     if args.json:
-        console.out(json.dumps(plan_json(plan), indent=2), highlight=False)
-    else:
-        console.print(draw_plan(plan))
+        console.out(json.dumps(plan_json(plan, measured), indent=2), highlight=False)
+        return 0
+    console.print(draw_plan(plan))
+    console.print(draw_details(plan, measured))
+    if args.plot is not None:
+        console.print(f"The plot is in {args.plot}.", markup=False)
     return 0
 
 
 def _engine_config(args: argparse.Namespace) -> EngineConfig:
     values = {name: getattr(args, name) for name in _FLAGS}
+    if args.example:
+        for name, given, fixed in (("dtype", args.dtype, "bf16"), ("max_model_len", args.max_model_len, None)):
+            if given != fixed:
+                raise ConfigError(f"{name} is {given}; --example has its own, --shape {EXAMPLE_SHAPE} takes any")
+        values |= {"dtype": "bf16", "max_model_len": EXAMPLE_TOKENS}
     if values["kv_memory"] is not None:
         values["kv_memory"] = memory_plan.parse_bytes(values["kv_memory"])
     # The token budget plays no part here; it only has to pass the check against max_num_requests.
@@ -129,27 +177,87 @@ def _engine_config(args: argparse.Namespace) -> EngineConfig:
     return EngineConfig(**values, max_num_batched_tokens=budget)
 
 
-def make_plan(config: EngineConfig, *, free_bytes: int | None = None) -> Plan:
+def _parse_numbers(name: str, text: str) -> tuple[int, ...]:
+    """Whole numbers from 1 on, with commas between them.
+
+    Raises:
+        ConfigError: something else.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and 0 < int(part) < 2**31 for part in parts):
+        raise ConfigError(
+            f"{name} is {text!r}; it must be whole numbers from 1 to {2**31 - 1} with commas between them"
+        )
+    return tuple(int(part) for part in parts)
+
+
+def _shape_model(shape: str | None, config: EngineConfig) -> ModelConfig | None:
+    """A model of which only what K and V depend on is known; None without a shape.
+
+    Raises:
+        ConfigError: it is no shape, or there is a model too.
+    """
+    if shape is None:
+        return None
+    if config.model != DEFAULT_MODEL:
+        raise ConfigError(f"shape is {shape!r} and model is {config.model!r}; only one of them can be planned for")
+    numbers = _parse_numbers("shape", shape)
+    if len(numbers) != 4:
+        raise ConfigError(f"shape is {shape!r}; it must be four numbers: layers, heads, KV heads, head_dim")
+    num_layers, num_heads, num_kv_heads, head_dim = numbers
+    if num_heads % num_kv_heads:
+        raise ConfigError(f"shape has {num_kv_heads} KV heads; they must divide its {num_heads} heads")
+    return ModelConfig(
+        family="shape",
+        vocab_size=0,
+        hidden_size=num_heads * head_dim,
+        intermediate_size=0,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_position=config.max_model_len or EXAMPLE_TOKENS,
+        norm_eps=1e-5,
+        rope_theta=1e4,
+    )
+
+
+def make_plan(
+    config: EngineConfig,
+    *,
+    free_bytes: int | None = None,
+    model: ModelConfig | None = None,
+    lengths: Sequence[int] | None = None,
+) -> Plan:
     """Work the plan out. A pool that was asked for may be larger than this machine's memory: it may be for another.
 
     Args:
         free_bytes: memory to plan with; None measures this machine's.
+        model: a shape without weights, to plan for in place of config.model; its pool, unless asked for, holds one
+            request of the longest context.
+        lengths: contexts to count requests for; None takes those of REQUEST_LENGTHS that the model allows.
 
     Raises:
         StartupError: the model cannot be read, a setting contradicts it, or not one block fits.
     """
-    source = resolve_source(config.model)
-    model = load_model_config(source)
     free_bytes = memory_plan.free_memory() if free_bytes is None else free_bytes
-    weight_bytes = num_parameters(model) * memory_plan.DTYPE_BYTES[config.dtype]
+    if model is None:
+        source = resolve_source(config.model)
+        name, model = source.name, load_model_config(source)
+        weight_bytes = num_parameters(model) * memory_plan.DTYPE_BYTES[config.dtype]
+        rule = ""
+    else:
+        name, weight_bytes = f"{model.num_layers} layers of {model.num_kv_heads} KV heads", None
+        rule = ""
+        if config.num_blocks is None and config.kv_memory is None:
+            config = dataclasses.replace(config, num_blocks=-(-model.max_position // config.block_size))
+            rule = "what one request can use"
     bytes_per_token = memory_plan.kv_bytes_per_token(model, config.dtype)
-    left_bytes = max(0, free_bytes - weight_bytes)
+    left_bytes = max(0, free_bytes - (weight_bytes or 0))
     asked = (config.num_blocks or 0) * bytes_per_token * config.block_size or config.kv_memory or 0
     pool = memory_plan.size_pool(config, model, available=max(left_bytes, asked), cap=memory_plan.CPU_POOL_CAP)
-    max_model_len = pool.max_model_len
-    lengths = sorted({length for length in REQUEST_LENGTHS if length < max_model_len} | {max_model_len})
     return Plan(
-        model_name=source.name,
+        model_name=name,
         model=model,
         dtype=config.dtype,
         block_size=config.block_size,
@@ -158,11 +266,41 @@ def make_plan(config: EngineConfig, *, free_bytes: int | None = None) -> Plan:
         free_bytes=free_bytes,
         weight_bytes=weight_bytes,
         num_blocks=pool.num_blocks,
-        pool_rule=_pool_rule(config, pool, asked, left_bytes),
-        max_model_len=max_model_len,
+        pool_rule=rule or _pool_rule(config, pool, asked, left_bytes),
+        max_model_len=pool.max_model_len,
         max_num_requests=config.max_num_requests,
-        fits=tuple(_fit(length, pool.num_blocks, config.block_size, max_model_len) for length in lengths),
+        fits=tuple(
+            _fit(length, pool.num_blocks, config.block_size, pool.max_model_len)
+            for length in _lengths(lengths, pool.max_model_len)
+        ),
     )
+
+
+def _lengths(asked: Sequence[int] | None, max_model_len: int) -> list[int]:
+    """The contexts to count requests for.
+
+    Raises:
+        ConfigError: one of those asked for is longer than a request may be.
+    """
+    if asked is None:
+        return sorted({length for length in REQUEST_LENGTHS if length < max_model_len} | {max_model_len})
+    if max(asked) > max_model_len:
+        raise ConfigError(
+            f"lengths has {max(asked)}; a request has at most {max_model_len} tokens here (max_model_len)"
+        )
+    return sorted(set(asked))
+
+
+def measure(plan: Plan) -> MeasuredPool | None:
+    """Allocate a small pool of this plan's blocks for real; None where even one block is too large for that."""
+    if plan.bytes_per_block > min(MEASURED_BLOCK_LIMIT, plan.free_bytes // 2):
+        return None
+    # Torch comes with this import.
+    from pageframe.runtime.pool_measure import measure_pool_bytes
+
+    num_blocks = min(plan.num_blocks, max(1, MEASURED_BYTES // plan.bytes_per_block))
+    measured = measure_pool_bytes(plan.model, plan.dtype, num_blocks=num_blocks, block_size=plan.block_size)
+    return MeasuredPool(num_blocks, measured)
 
 
 def _pool_rule(config: EngineConfig, pool: PoolSize, asked: int, available: int) -> str:
@@ -177,21 +315,27 @@ def _pool_rule(config: EngineConfig, pool: PoolSize, asked: int, available: int)
 
 
 def _fit(tokens: int, num_blocks: int, block_size: int, max_model_len: int) -> Fit:
-    blocks = -(-tokens // block_size)
-    return Fit(tokens, blocks, paged=num_blocks // blocks, reserved=num_blocks * block_size // max_model_len)
+    return Fit(
+        tokens,
+        blocks=-(-tokens // block_size),
+        paged=requests_that_fit(tokens, num_blocks, block_size),
+        reserved=num_blocks * block_size // max_model_len,
+    )
 
 
 def num_parameters(model: ModelConfig) -> int:
     """Weights of the decoder, counted from its shape; biases and the norms of q and k, which are few, left out."""
     hidden = model.hidden_size
     attention = 2 * hidden * model.head_dim * (model.num_heads + model.num_kv_heads)
-    layer = attention + 3 * hidden * model.intermediate_size + 2 * hidden
+    layer = attention + (2 + model.gated_mlp) * hidden * model.intermediate_size + 2 * hidden
     embeddings = model.vocab_size * hidden * (1 if model.tie_word_embeddings else 2)
-    return model.num_layers * layer + embeddings + hidden
+    positions = (model.learned_positions or 0) * hidden
+    return model.num_layers * layer + embeddings + positions + hidden
 
 
-def plan_json(plan: Plan) -> dict[str, Any]:
+def plan_json(plan: Plan, measured: MeasuredPool | None = None) -> dict[str, Any]:
     """The plan as a JSON object; sizes are in bytes."""
+    lengths = [fit.tokens for fit in plan.fits]
     return {
         "model": {
             "name": plan.model_name,
@@ -203,7 +347,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "hidden_size": plan.model.hidden_size,
             "vocab_size": plan.model.vocab_size,
             "max_position": plan.model.max_position,
-            "num_parameters": num_parameters(plan.model),
+            "num_parameters": None if plan.weight_bytes is None else num_parameters(plan.model),
         },
         "dtype": plan.dtype,
         "block_size": plan.block_size,
@@ -218,79 +362,8 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "exceeded": plan.exceeds_machine,
         },
         "requests": [dataclasses.asdict(fit) for fit in plan.fits],
+        "measured": None if measured is None else dataclasses.asdict(measured),
+        "kv_heads": [dataclasses.asdict(row) for row in heads_rows(plan.model, plan.dtype)],
+        "block_sizes": [dataclasses.asdict(row) for row in block_size_rows(plan.bytes_per_token, lengths)],
+        "kv_dtypes": [dataclasses.asdict(row) for row in dtype_rows(plan.model, plan.pool_bytes)],
     }
-
-
-def draw_plan(plan: Plan) -> RenderableType:
-    """The plan for a terminal: shape, formula, pool, and what fits."""
-    return Group(_draw_model(plan), Text(), _draw_formula(plan), Text(), _draw_fits(plan), *_draw_notes(plan))
-
-
-def _draw_model(plan: Plan) -> Text:
-    model = plan.model
-    facts = [
-        model.family,
-        f"{num_parameters(model) / 1e6:,.0f} M parameters",
-        f"{model.num_layers} layers",
-        f"{model.num_heads} heads",
-        f"{model.num_kv_heads} KV heads of {model.head_dim}",
-        f"hidden size {model.hidden_size:,}",
-        f"vocabulary {model.vocab_size:,}",
-        f"{model.max_position:,} positions",
-    ]
-    return Text.assemble((plan.model_name, "bold"), "\n", (", ".join(facts), "dim"))
-
-
-def _draw_formula(plan: Plan) -> Table:
-    model, element = plan.model, memory_plan.DTYPE_BYTES[plan.dtype]
-    factors = [2, model.num_layers, model.num_kv_heads, model.head_dim, element]
-    names = ["2 (K and V)", "layers", "KV heads", "head_dim", "bytes"]
-    tokens = "1 token" if plan.block_size == 1 else f"{plan.block_size} tokens"
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="cyan", no_wrap=True)
-    table.add_column()
-    table.add_column(justify="right", style="bold", no_wrap=True)
-    table.add_row("formula", f" {_TIMES} ".join(names))
-    table.add_row(
-        "one token",
-        f" {_TIMES} ".join(map(str, factors)) + f" ({plan.dtype}) = {plan.bytes_per_token:,} bytes",
-        format_bytes(plan.bytes_per_token),
-    )
-    table.add_row(
-        "one block", f"{_TIMES} {tokens} = {plan.bytes_per_block:,} bytes", format_bytes(plan.bytes_per_block)
-    )
-    table.add_row(
-        "one request",
-        f"at most {plan.max_model_len:,} tokens (max_model_len)",
-        format_bytes(plan.bytes_per_token * plan.max_model_len),
-    )
-    weights = f"free, of which the weights will take about {format_bytes(plan.weight_bytes)}"
-    table.add_row("this machine", weights, format_bytes(plan.free_bytes))
-    pool = Text.assemble(f"{plan.num_blocks:,} blocks = {plan.pool_tokens:,} tokens ", (f"({plan.pool_rule})", "dim"))
-    table.add_row("the pool", pool, format_bytes(plan.pool_bytes))
-    return table
-
-
-def _draw_fits(plan: Plan) -> Group:
-    table = Table(box=None, padding=(0, 2), pad_edge=False)
-    for heading in ("tokens each", "blocks each", "fit paged", "fit reserved", "gain"):
-        table.add_column(heading, justify="right", header_style="cyan")
-    for fit in plan.fits:
-        gain = f"{_TIMES} {fit.paged / fit.reserved:.3g}"
-        table.add_row(f"{fit.tokens:,}", f"{fit.blocks:,}", Text(f"{fit.paged:,}", "bold"), f"{fit.reserved:,}", gain)
-    caption = f": paged (blocks as needed), or {plan.max_model_len:,} tokens reserved for each"
-    return Group(Text.assemble(("Requests at once", "bold"), caption), table)
-
-
-def _draw_notes(plan: Plan) -> list[Text]:
-    notes = []
-    if any(fit.paged > plan.max_num_requests for fit in plan.fits):
-        notes.append(Text(f"At most {plan.max_num_requests:,} run at once (max_num_requests).", "dim"))
-    if plan.max_model_len < plan.model.max_position and plan.max_model_len == plan.pool_tokens:
-        notes.append(
-            Text(f"The pool bounds max_model_len; the model has {plan.model.max_position:,} positions.", "yellow")
-        )
-    if plan.exceeds_machine:
-        free = format_bytes(plan.free_bytes)
-        notes.append(Text(f"The pool is for a larger machine: {free} are free here, weights included.", "yellow"))
-    return [Text(), *notes] if notes else []

@@ -227,10 +227,12 @@ def _load_text_side(source: ModelSource) -> tuple[Tokenizer, ChatTemplate | None
 def _announce(service: Service, config: ServerConfig, port: int) -> None:
     host = f"[{config.host}]" if ":" in config.host else config.host
     url = f"http://{host}:{port}"
+    route, body = "chat/completions", """{"messages": [{"role": "user", "content": "What is a page frame?"}]}"""
+    if service.template is None:
+        route, body = "completions", """{"prompt": "Once upon a time"}"""
     lines = [
         f"Pageframe serves {service.model_name} on {url}",
-        f"Try it: curl {url}/v1/chat/completions -H 'content-type: application/json' "
-        """-d '{"messages": [{"role": "user", "content": "What is a page frame?"}]}'""",
+        f"Try it: curl {url}/v1/{route} -H 'content-type: application/json' -d '{body}'",
         *(f"Note: {note}" for note in service.client.resolved.notes),
     ]
     sys.stdout.write("\n".join(lines) + "\n")

@@ -46,7 +46,7 @@ class ModelRunner:
     ) -> None:
         model = decoder.config
         shape = kv_cache_shape(num_blocks, model.num_kv_heads, block_size, model.head_dim)
-        self._decoder = decoder
+        self.decoder = decoder
         self._backend = backend
         self._block_size = block_size
         self._device = device
@@ -74,7 +74,7 @@ class ModelRunner:
         self._apply(batch.table_updates)
         self.copy_blocks(batch.copies)
         plan = self._backend.plan_attention(batch, self._tables, self._block_size)
-        hidden = self._decoder.forward(
+        hidden = self.decoder.forward(
             self._to_device(torch.from_numpy(batch.token_ids)),
             self._to_device(torch.from_numpy(batch.positions)),
             self._kv_caches,
@@ -87,7 +87,7 @@ class ModelRunner:
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [n, vocab_size] of hidden states [n, hidden_size]."""
-        return self._decoder.logits(hidden)
+        return self.decoder.logits(hidden)
 
     @torch.inference_mode()
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:

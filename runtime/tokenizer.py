@@ -84,7 +84,8 @@ class Tokenizer:
             parse_special: special tokens written in the text are those tokens; else they are ordinary text.
 
         Raises:
-            InvalidRequestError: the text holds half of a surrogate pair, which UTF-8 cannot express.
+            InvalidRequestError: the text holds half of a surrogate pair, which UTF-8 cannot express, or a character
+                that a vocabulary of characters does not have.
         """
         inner = self._inner if parse_special else self._without_special()
         try:
@@ -96,6 +97,13 @@ class Tokenizer:
             raise InvalidRequestError(
                 f"the text holds a lone surrogate, U+{ord(lone):04X}; it must be valid Unicode"
             ) from None
+        except Exception as error:  # the library raises a plain one where a vocabulary without "unknown" lacks a token
+            missing = next((char for char in text if inner.token_to_id(char) is None), None)
+            if missing is None:
+                raise
+            raise InvalidRequestError(
+                f"the text holds {missing!r} (U+{ord(missing):04X}), for which this model has no token"
+            ) from error
         return self._bos_ids + ids + self._eos_ids if add_special_tokens else ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -210,13 +218,15 @@ def _decoding_of(decoder: Any, where: Path) -> Decoding:
     """Recognises the byte table that a tokenizer.json's decoder amounts to.
 
     Raises:
-        ModelError: it is neither byte-level nor SentencePiece's.
+        ModelError: it is neither byte-level nor SentencePiece's, nor do its tokens stand for themselves.
     """
     state = json.loads(decoder.__getstate__()) if decoder is not None else None
     steps = state["decoders"] if state and state["type"] == "Sequence" else [state]
     kinds = [step["type"] if step else None for step in steps]
     if kinds == ["ByteLevel"]:
         return Decoding(_byte_level_bytes)
+    if kinds == ["Fuse"]:
+        return Decoding(str.encode)
     replaces_mark, strips, falls_back = False, False, False
     for step, kind in zip(steps, kinds, strict=True):
         if kind == "Replace" and step["pattern"] == {"String": _SPACE_MARK} and step["content"] == " ":
@@ -229,9 +239,13 @@ def _decoding_of(decoder: Any, where: Path) -> Decoding:
         elif kind == "ByteFallback":
             falls_back = True
         elif kind != "Fuse":
-            raise ModelError(f"{where}: its decoder is {kinds}; supported are ByteLevel and SentencePiece's")
+            raise ModelError(
+                f"{where}: its decoder is {kinds}; supported are ByteLevel and SentencePiece's, and Fuse alone"
+            )
     if not replaces_mark:
-        raise ModelError(f"{where}: its decoder is {kinds}; supported are ByteLevel and SentencePiece's")
+        raise ModelError(
+            f"{where}: its decoder is {kinds}; supported are ByteLevel and SentencePiece's, and Fuse alone"
+        )
     return Decoding(_sentencepiece_bytes if falls_back else _marked_bytes, strips)
 
 

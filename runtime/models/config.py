@@ -108,15 +108,27 @@ def _is_finite(value: float) -> bool:
 
 
 class _Keys:
-    """Checked access to a mapping's values; errors name the file and the key."""
+    """Checked access to a mapping's values; errors name the file and the key.
 
-    def __init__(self, values: Mapping[str, Any], where: Path, prefix: str = "") -> None:
+    Args:
+        prefix: stands before every key in the file.
+        names: keys -> what the file calls them, where that differs.
+    """
+
+    def __init__(
+        self, values: Mapping[str, Any], where: Path, prefix: str = "", names: Mapping[str, str] | None = None
+    ) -> None:
         self.values = values
         self.where = where
         self.prefix = prefix
+        self._names = names or {}
+
+    def name(self, key: str) -> str:
+        """The key as the file has it."""
+        return self.prefix + self._names.get(key, key)
 
     def get(self, key: str) -> Any:
-        return self.values.get(self.prefix + key)
+        return self.values.get(self.name(key))
 
     def size(self, key: str, default: int | None = None, *, limit: int = _MAX_SIZE) -> int:
         """An integer from 1 to `limit`; null counts as missing, and without a default missing is an error."""
@@ -154,39 +166,44 @@ class _Keys:
         shown = repr(value)
         shown = shown if len(shown) <= 80 else shown[:77] + "..."
         what = "is missing" if value is None else f"is {shown}"
-        raise ModelError(f"{self.where}: {self.prefix}{key} {what}; {rule}")
+        raise ModelError(f"{self.where}: {self.name(key)} {what}; {rule}")
 
 
 def _config_of_folder(folder: Path) -> ModelConfig:
     where = folder / "config.json"
     values = read_json(where)
     family = family_of_model_type(values.get("model_type"), str(where))
-    keys = _Keys(values, where)
+    keys = _Keys(values, where, names=family.config_keys)
     _refuse_unknown_arithmetic(keys, family)
     num_heads = keys.size("num_attention_heads")
     num_layers = keys.size("num_hidden_layers", limit=_MAX_LAYERS)
     hidden_size = keys.size("hidden_size")
     attention_bias = family.attention_bias_key and keys.flag("attention_bias")
+    max_position = keys.size("max_position_embeddings", limit=_MAX_POSITIONS)
     rope_theta, rope_scaling = _hf_rope(keys)
     return _checked(
         ModelConfig(
             family=family.name,
             vocab_size=keys.size("vocab_size"),
             hidden_size=hidden_size,
-            intermediate_size=keys.size("intermediate_size"),
+            intermediate_size=keys.size("intermediate_size", hidden_size * (family.default_mlp_factor or 0) or None),
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=keys.size("num_key_value_heads", family.default_num_kv_heads or num_heads),
             head_dim=keys.size("head_dim", family.default_head_dim or hidden_size // num_heads or 1),
-            max_position=keys.size("max_position_embeddings", limit=_MAX_POSITIONS),
-            norm_eps=keys.number("rms_norm_eps", 1e-6),
+            max_position=max_position,
+            norm_eps=keys.number("rms_norm_eps", family.default_norm_eps),
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
-            tie_word_embeddings=keys.flag("tie_word_embeddings"),
+            tie_word_embeddings=keys.flag("tie_word_embeddings", family.default_tied),
             qkv_bias=family.qkv_bias or attention_bias,
-            output_bias=attention_bias,
-            mlp_bias=family.mlp_bias_key and keys.flag("mlp_bias"),
+            output_bias=family.output_bias or attention_bias,
+            mlp_bias=family.mlp_bias or (family.mlp_bias_key and keys.flag("mlp_bias")),
             qk_norm=family.qk_norm,
+            norm=family.norm,
+            learned_positions=max_position if family.learned_positions else None,
+            activation=_hf_activation(keys, family),
+            gated_mlp=family.gated_mlp,
             windows=_hf_windows(keys, family, num_layers),
             bos_token_id=_hf_bos(keys),
             eos_token_ids=_hf_eos(folder, keys),
@@ -196,12 +213,18 @@ def _config_of_folder(folder: Path) -> ModelConfig:
 
 
 def _refuse_unknown_arithmetic(keys: _Keys, family: Family) -> None:
-    keys.only("hidden_act", "silu", "swish")
+    for key, value in family.fixed_keys.items():
+        keys.only(key, value)
     keys.only("partial_rotary_factor", 1, 1.0)
     keys.only("attention_bias", *((True, False) if family.attention_bias_key else (family.qkv_bias, False)))
     keys.only("mlp_bias", *((True, False) if family.mlp_bias_key else (False,)))
     if keys.get("quantization_config") is not None:
         keys.fail("quantization_config", keys.get("quantization_config"), "quantised folders are not supported")
+
+
+def _hf_activation(keys: _Keys, family: Family) -> str:
+    keys.only("hidden_act", *family.activations)
+    return family.activations[keys.get("hidden_act") or next(iter(family.activations))]
 
 
 def _hf_rope(keys: _Keys) -> tuple[float, RopeScaling | None]:
@@ -370,7 +393,7 @@ def _checked(config: ModelConfig, where: Path) -> ModelConfig:
         raise ModelError(
             f"{where}: {config.num_heads} attention heads cannot be shared among {config.num_kv_heads} KV heads"
         )
-    if config.head_dim % 2:
+    if config.head_dim % 2 and config.learned_positions is None:
         raise ModelError(f"{where}: head_dim is {config.head_dim}; it must be even")
     for token_id in config.eos_token_ids:
         if token_id >= config.vocab_size:

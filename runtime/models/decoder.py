@@ -13,8 +13,8 @@ from torch import Tensor
 
 from pageframe.kernels.attention import AttentionPlan, Backend
 from pageframe.runtime.config import ModelConfig
-from pageframe.runtime.models.layers import LayerWeights, RotaryTable, decoder_layer
-from pageframe.runtime.models.weights import RmsNorm, Weight, make_weight
+from pageframe.runtime.models.layers import LayerWeights, RotaryTable, decoder_layer, mlp_activation
+from pageframe.runtime.models.weights import Norm, Weight, make_norm, make_weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +27,16 @@ class DecoderWeights:
         output: hidden_size -> vocab_size.
         compute_dtype: the dtype of the hidden states.
         rope_factors: [head_dim / 2] divisors of the rotary frequencies, or None.
+        positions: [learned_positions, hidden_size], in the storage dtype, where the config has learned positions.
     """
 
     embedding: Tensor
     layers: Sequence[LayerWeights]
-    final_norm: RmsNorm
+    final_norm: Norm
     output: Weight
     compute_dtype: torch.dtype
     rope_factors: Tensor | None = None
+    positions: Tensor | None = None
 
 
 class Decoder:
@@ -46,7 +48,9 @@ class Decoder:
     def __init__(self, config: ModelConfig, weights: DecoderWeights) -> None:
         self.config = config
         self._weights = weights
-        self._rotary = RotaryTable(config, weights.embedding.device, weights.rope_factors)
+        self._rotary = (
+            RotaryTable(config, weights.embedding.device, weights.rope_factors) if weights.positions is None else None
+        )
 
     @classmethod
     def random(
@@ -73,8 +77,9 @@ class Decoder:
             values = normal(out_features, in_features, scale=in_features**-0.5)
             return make_weight(values, normal(out_features, scale=0.1) if bias else None, compute_dtype)
 
-        def norm(*shape: int) -> RmsNorm:
-            return RmsNorm(normal(*shape, scale=0.1, mean=1.0), config.norm_eps)
+        def norm(*shape: int, bias: bool = config.norm == "layer") -> Norm:
+            weight = normal(*shape, scale=0.1, mean=1.0)
+            return make_norm(weight, normal(*shape, scale=0.1) if bias else None, config.norm_eps)
 
         def layer(window: int | None) -> LayerWeights:
             num_qk_heads = config.num_heads + config.num_kv_heads
@@ -82,10 +87,11 @@ class Decoder:
             return LayerWeights(
                 attention_norm=norm(hidden_size),
                 qkv=dense((num_qk_heads + config.num_kv_heads) * config.head_dim, hidden_size, config.qkv_bias),
-                qk_norm=norm(num_qk_heads, config.head_dim) if config.qk_norm else None,
+                qk_norm=norm(num_qk_heads, config.head_dim, bias=False) if config.qk_norm else None,
                 o=dense(hidden_size, config.num_heads * config.head_dim, config.output_bias),
                 mlp_norm=norm(hidden_size),
-                gate_up=dense(2 * intermediate_size, hidden_size, config.mlp_bias),
+                gate_up=dense((1 + config.gated_mlp) * intermediate_size, hidden_size, config.mlp_bias),
+                activate=mlp_activation(config),
                 down=dense(hidden_size, intermediate_size, config.mlp_bias),
                 window=window,
             )
@@ -94,7 +100,12 @@ class Decoder:
         layers = [layer(window) for window in config.windows or (None,) * config.num_layers]
         tied = config.tie_word_embeddings
         output = make_weight(embedding, None, compute_dtype) if tied else dense(config.vocab_size, config.hidden_size)
-        return cls(config, DecoderWeights(embedding, layers, norm(config.hidden_size), output, compute_dtype))
+        final_norm = norm(config.hidden_size)
+        positions = None
+        if config.learned_positions is not None:
+            positions = normal(config.learned_positions, config.hidden_size, scale=1.0)
+        weights = DecoderWeights(embedding, layers, final_norm, output, compute_dtype, positions=positions)
+        return cls(config, weights)
 
     def forward(
         self,
@@ -118,8 +129,10 @@ class Decoder:
         Returns:
             [num_tokens, hidden_size], before the final norm.
         """
-        rotation = self._rotary.at(positions)
         hidden = self._weights.embedding.index_select(0, token_ids).to(self._weights.compute_dtype)
+        if self._weights.positions is not None:
+            hidden.add_(self._weights.positions.index_select(0, positions))
+        rotation = None if self._rotary is None else self._rotary.at(positions)
         for layer, kv_cache in zip(self._weights.layers, kv_caches, strict=True):
             decoder_layer(hidden, layer, self.config, rotation, kv_cache, slots, plan, backend)
         return hidden

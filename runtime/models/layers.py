@@ -1,4 +1,4 @@
-"""The pieces of a decoder layer: norm, rotary positions, attention and gated MLP around the kernels' entry.
+"""The pieces of a decoder layer: norm, rotary positions, attention and MLP around the kernels' entry.
 
 Knows shapes and order of operations, not where weights come from. A decode step on a CPU is bound by the cost of
 calling operations, so each piece uses as few as it can.
@@ -7,7 +7,9 @@ calling operations, so each piece uses as few as it can.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -15,10 +17,17 @@ from torch import Tensor
 
 from pageframe.kernels.attention import AttentionPlan, Backend
 from pageframe.runtime.config import ModelConfig, RopeScaling
-from pageframe.runtime.models.weights import RmsNorm, Weight
+from pageframe.runtime.models.weights import Norm, Weight
 
 #: Positions are tabulated this many at a time, so that a position's values do not depend on the table's length.
 _TABLE_CHUNK = 4096
+
+#: ModelConfig's `activation` -> the function.
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +38,18 @@ class LayerWeights:
         attention_norm, mlp_norm: over hidden_size.
         qkv: hidden_size -> (num_heads + 2 * num_kv_heads) * head_dim; q heads, then k, then v.
         qk_norm: over head_dim, with weights for num_heads + num_kv_heads heads, or None.
-        gate_up: hidden_size -> 2 * intermediate_size; gate, then up.
+        gate_up: hidden_size -> 2 * intermediate_size, gate, then up; without a gate just up.
+        activate: what `mlp_activation` gave.
         window: how many tokens back a query sees, itself included; None sees everything.
     """
 
-    attention_norm: RmsNorm
+    attention_norm: Norm
     qkv: Weight
-    qk_norm: RmsNorm | None
+    qk_norm: Norm | None
     o: Weight
-    mlp_norm: RmsNorm
+    mlp_norm: Norm
     gate_up: Weight
+    activate: Callable[[Tensor], Tensor]
     down: Weight
     window: int | None
 
@@ -115,11 +126,22 @@ def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
     return (heads * rotation.cos).addcmul_(swapped, rotation.sin).to(heads.dtype)
 
 
+def mlp_activation(config: ModelConfig) -> Callable[[Tensor], Tensor]:
+    """What stands between an MLP's matrices: gate_up's result -> [num_tokens, intermediate_size]."""
+    activation = _ACTIVATIONS[config.activation]
+
+    def gated(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=1)
+        return activation(gate).mul_(up)
+
+    return gated if config.gated_mlp else activation
+
+
 def decoder_layer(
     hidden: Tensor,
     weights: LayerWeights,
     config: ModelConfig,
-    rotation: Rotation,
+    rotation: Rotation | None,
     kv_cache: Tensor,
     slots: Tensor,
     plan: AttentionPlan,
@@ -129,7 +151,7 @@ def decoder_layer(
 
     Args:
         hidden: [num_tokens, hidden_size], the residual stream; changed.
-        rotation: the rotary factors of the step's positions.
+        rotation: the rotary factors of the step's positions; None where the embedding has the positions already.
         kv_cache: this layer's blocks; K and V of the step's tokens are written to `slots`.
         slots: int64 [num_tokens]; -1 writes nothing.
         plan: what `backend.plan_attention` made of the step.
@@ -142,10 +164,10 @@ def decoder_layer(
     qk = qkv[:, :num_qk_heads]
     if weights.qk_norm is not None:
         qk = weights.qk_norm(qk)
-    qk = rotate(qk, rotation)
+    if rotation is not None:
+        qk = rotate(qk, rotation)
     backend.write_kv(qk[:, num_heads:], qkv[:, num_qk_heads:], kv_cache, slots)
     attended = backend.paged_attention(qk[:, :num_heads], kv_cache, plan, scale=head_dim**-0.5, window=weights.window)
     hidden.add_(weights.o(attended.flatten(1)))
 
-    gate, up = weights.gate_up(weights.mlp_norm(hidden)).chunk(2, dim=1)
-    hidden.add_(weights.down(F.silu(gate).mul_(up)))
+    hidden.add_(weights.down(weights.activate(weights.gate_up(weights.mlp_norm(hidden)))))

@@ -19,11 +19,18 @@ from pageframe.runtime.config import ModelConfig
 from pageframe.runtime.errors import MemoryPlanError, ModelError
 from pageframe.runtime.models.config import read_json
 from pageframe.runtime.models.decoder import Decoder, DecoderWeights
-from pageframe.runtime.models.families import GGUF_ROPE_FACTORS, family_named, gguf_name, hf_name, is_ignored
+from pageframe.runtime.models.families import (
+    GGUF_ROPE_FACTORS,
+    family_named,
+    gguf_name,
+    hf_name,
+    is_ignored,
+    module_of,
+)
 from pageframe.runtime.models.gguf import GgufFile
-from pageframe.runtime.models.layers import LayerWeights
+from pageframe.runtime.models.layers import LayerWeights, mlp_activation
 from pageframe.runtime.models.source import ModelSource, one_line
-from pageframe.runtime.models.weights import RmsNorm, Weight, make_weight, meet_usual_rows
+from pageframe.runtime.models.weights import Norm, RmsNorm, Weight, make_norm, make_weight, meet_usual_rows
 
 Progress = Callable[[int, int], None]
 
@@ -53,7 +60,7 @@ def load_decoder(
         ModelError: a tensor is missing, unknown, damaged or of the wrong shape.
         MemoryPlanError: the weights do not fit.
     """
-    store = _GgufStore(source.path, config) if source.kind == "gguf" else _FolderStore(source.path)
+    store = _GgufStore(source.path, config) if source.kind == "gguf" else _FolderStore(source.path, config)
     reader = _Reader(store, storage_dtype, compute_dtype, device, progress)
     try:
         with torch.inference_mode(), _one_thread():
@@ -87,6 +94,8 @@ class _Store(Protocol):
     def stored_names(self) -> Iterable[str]: ...
 
     def stored_name(self, name: str) -> str: ...
+
+    def is_transposed(self, name: str) -> bool: ...
 
     def shape(self, stored_name: str) -> tuple[int, ...]: ...
 
@@ -128,8 +137,15 @@ class _Reader:
         """A norm's weight or a bias, float32: few values, so they are not rounded to the storage dtype."""
         return self._read(name, (size,)).to(self._device, torch.float32, copy=True)
 
-    def dense(self, names: str, bias: bool, layer: int, out_features: Sequence[int], in_features: int) -> Weight:
-        """The fused weight of the matrices `names` (space between them) of a layer."""
+    def norm(self, name: str, config: ModelConfig) -> Norm:
+        """A norm over hidden_size, of the config's kind."""
+        size = config.hidden_size
+        weight = self.vector(f"{name}.weight", size)
+        bias = self.vector(f"{name}.bias", size) if config.norm == "layer" else None
+        return make_norm(weight, bias, config.norm_eps)
+
+    def dense(self, names: str, out_features: Sequence[int], bias: bool, layer: int, in_features: int) -> Weight:
+        """The fused weight of the matrices `names` (space between them) of a layer, each with its out_features."""
         full_names = [f"layers.{layer}.{name}" for name in names.split()]
         weight = self.matrix([f"{name}.weight" for name in full_names], out_features, in_features)
         parts = zip(full_names, out_features, strict=True) if bias else ()
@@ -166,6 +182,8 @@ class _Reader:
     def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         self._check(name, shape)
         values = self._store.read(name)
+        if self._store.is_transposed(name):
+            values = values.T
         self.drop(name)
         if self._progress is not None:
             self._progress(self._total - len(self._left), self._total)
@@ -177,6 +195,8 @@ class _Reader:
         if stored_name not in self._left:
             raise ModelError(f"{self._store.where}: tensor {stored_name!r} is missing")
         found = self._store.shape(stored_name)
+        if self._store.is_transposed(name):
+            shape = shape[::-1]
         if found != shape:
             raise ModelError(
                 f"{self._store.where}: tensor {stored_name!r} has shape {list(found)}; "
@@ -188,9 +208,12 @@ def _read_weights(reader: _Reader, config: ModelConfig) -> DecoderWeights:
     hidden_size, vocab_size = config.hidden_size, config.vocab_size
     rope_factors = reader.rope_factors(config.head_dim // 2)
     embedding = reader.matrix(["embedding.weight"], [vocab_size], hidden_size)
+    positions = None
+    if config.learned_positions is not None:
+        positions = reader.matrix(["positions.weight"], [config.learned_positions], hidden_size)
     windows = config.windows or (None,) * config.num_layers
     layers = [_read_layer(reader, config, layer, window) for layer, window in enumerate(windows)]
-    final_norm = RmsNorm(reader.vector("final_norm.weight", hidden_size), config.norm_eps)
+    final_norm = reader.norm("final_norm", config)
     if config.tie_word_embeddings:
         # On a CPU this is a second copy, in the packed layout: looking a row up needs the plain one, and the
         # final projection is a tenth of a decode step or more, which the packed one makes clearly faster.
@@ -198,7 +221,7 @@ def _read_weights(reader: _Reader, config: ModelConfig) -> DecoderWeights:
         reader.drop("output.weight")
     else:
         output = reader.weight(reader.matrix(["output.weight"], [vocab_size], hidden_size))
-    return DecoderWeights(embedding, layers, final_norm, output, reader.compute_dtype, rope_factors)
+    return DecoderWeights(embedding, layers, final_norm, output, reader.compute_dtype, rope_factors, positions)
 
 
 def _read_layer(reader: _Reader, config: ModelConfig, layer: int, window: int | None) -> LayerWeights:
@@ -206,19 +229,23 @@ def _read_layer(reader: _Reader, config: ModelConfig, layer: int, window: int | 
     q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
     mlp_size = config.intermediate_size
     name = f"layers.{layer}"
+    joined_qkv = family_named(config.family).joined_qkv
+    qkv = ("qkv", [q_size + 2 * kv_size]) if joined_qkv else ("q k v", [q_size, kv_size, kv_size])
+    gate_up = ("gate up", [mlp_size, mlp_size]) if config.gated_mlp else ("up", [mlp_size])
     qk_norm = None
     if config.qk_norm:
         q_norm = reader.vector(f"{name}.q_norm.weight", head_dim).expand(config.num_heads, head_dim)
         k_norm = reader.vector(f"{name}.k_norm.weight", head_dim).expand(config.num_kv_heads, head_dim)
         qk_norm = RmsNorm(torch.cat((q_norm, k_norm)), config.norm_eps)
     return LayerWeights(
-        attention_norm=RmsNorm(reader.vector(f"{name}.attention_norm.weight", hidden_size), config.norm_eps),
-        qkv=reader.dense("q k v", config.qkv_bias, layer, (q_size, kv_size, kv_size), hidden_size),
+        attention_norm=reader.norm(f"{name}.attention_norm", config),
+        qkv=reader.dense(*qkv, config.qkv_bias, layer, hidden_size),
         qk_norm=qk_norm,
-        o=reader.dense("o", config.output_bias, layer, (hidden_size,), q_size),
-        mlp_norm=RmsNorm(reader.vector(f"{name}.mlp_norm.weight", hidden_size), config.norm_eps),
-        gate_up=reader.dense("gate up", config.mlp_bias, layer, (mlp_size, mlp_size), hidden_size),
-        down=reader.dense("down", config.mlp_bias, layer, (hidden_size,), mlp_size),
+        o=reader.dense("o", [hidden_size], config.output_bias, layer, q_size),
+        mlp_norm=reader.norm(f"{name}.mlp_norm", config),
+        gate_up=reader.dense(*gate_up, config.mlp_bias, layer, hidden_size),
+        activate=mlp_activation(config),
+        down=reader.dense("down", [hidden_size], config.mlp_bias, layer, mlp_size),
         window=window,
     )
 
@@ -238,13 +265,16 @@ class _GgufStore:
     def stored_name(self, name: str) -> str:
         return name if name == GGUF_ROPE_FACTORS else gguf_name(name)
 
+    def is_transposed(self, name: str) -> bool:
+        return False
+
     def shape(self, stored_name: str) -> tuple[int, ...]:
         return self._file.tensors[stored_name].shape
 
     def read(self, name: str) -> Tensor:
         array = self._file.read_tensor(self._file.tensors[self.stored_name(name)])
         values = torch.from_numpy(array if array.flags.writeable else array.copy())
-        num_heads = self._heads.get(name.split(".")[-2])
+        num_heads = self._heads.get(module_of(name))
         return values if num_heads is None else _halves_from_pairs(values, num_heads)
 
 
@@ -257,8 +287,9 @@ def _halves_from_pairs(values: Tensor, num_heads: int) -> Tensor:
 class _FolderStore:
     """The tensors of a Hugging Face folder's safetensors, one file or sharded."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, config: ModelConfig) -> None:
         self.where = folder
+        self._names = family_named(config.family).hf_names
         self._shards: dict[str, Any] = {}
         self._shard_of: dict[str, str] = {}
         for shard in self._shard_names():
@@ -268,12 +299,17 @@ class _FolderStore:
                     first = self._shard_of[stored_name]
                     raise ModelError(f"{folder}: tensor {stored_name!r} is in {first} and in {shard}")
                 self._shard_of[stored_name] = shard
+        has_base = any(stored_name.startswith(self._names.base) for stored_name in self._shard_of)
+        self._with_base = has_base or not self._names.base_may_lack
 
     def stored_names(self) -> Iterable[str]:
         return self._shard_of
 
     def stored_name(self, name: str) -> str:
-        return name if name == GGUF_ROPE_FACTORS else hf_name(name)
+        return name if name == GGUF_ROPE_FACTORS else hf_name(name, self._names, with_base=self._with_base)
+
+    def is_transposed(self, name: str) -> bool:
+        return name.endswith(".weight") and module_of(name) in self._names.transposed
 
     def shape(self, stored_name: str) -> tuple[int, ...]:
         return tuple(self._shards[self._shard_of[stored_name]].get_slice(stored_name).get_shape())

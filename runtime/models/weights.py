@@ -119,6 +119,37 @@ def compiled_kernels(
     return cpu_kernels.load() if wanted else None
 
 
+class Norm(Protocol):
+    """Brings the last axis to one size, times a weight."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., size] -> the same shape and dtype; computed in float32."""
+        ...
+
+
+def make_norm(weight: Tensor, bias: Tensor | None, eps: float) -> Norm:
+    """The norm of these values: without a bias RmsNorm, with one LayerNorm."""
+    return RmsNorm(weight, eps) if bias is None else LayerNorm(weight, bias, eps)
+
+
+class LayerNorm:
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last axis, in float32, returned in x's dtype.
+
+    Args:
+        weight, bias: [size].
+        eps: added to the variance.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor, eps: float) -> None:
+        self._weight = weight.float()
+        self._bias = bias.float()
+        self._eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., size] -> the same shape."""
+        return F.layer_norm(x.float(), self._weight.shape, self._weight, self._bias, self._eps).to(x.dtype)
+
+
 class RmsNorm:
     """x / sqrt(mean(x^2) + eps) * weight over the last axis, in float32, returned in x's dtype.
 

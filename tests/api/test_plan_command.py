@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from pageframe.api.plan_command import add_arguments, draw_plan, make_plan, num_parameters, run
+from pageframe.api.plan_command import add_arguments, draw_plan, make_plan, measure, num_parameters, run
 from pageframe.runtime.config import EngineConfig
 from pageframe.runtime.errors import MemoryPlanError
 from pageframe.runtime.models.config import load_model_config
@@ -150,6 +151,15 @@ def test_a_pool_for_another_machine_is_planned_and_said_to_be_one(
         (["--num-blocks", "2", "--max-model-len", "40"], "the pool of 2 blocks of 16 holds 32 tokens"),
         (["--num-blocks", "1", "--block-size", "1"], "the pool of 1 blocks of 1 holds 1 tokens"),
         (["--max-num-requests", "0"], "max_num_requests is 0; it must be from 1 to 65536"),
+        (["--lengths", "512,4097"], "lengths has 4097; a request has at most 4096 tokens here (max_model_len)"),
+        (["--lengths", "512,long"], "lengths is '512,long'; it must be whole numbers from 1"),
+        (["--lengths", "0"], "lengths is '0'; it must be whole numbers from 1"),
+        (["--model", "default", "--shape", "1,2,3"], "it must be four numbers: layers, heads, KV heads, head_dim"),
+        (["--model", "default", "--shape", "1,4,3,8"], "shape has 3 KV heads; they must divide its 4 heads"),
+        (["--shape", "1,1,1,8"], "only one of them can be planned for"),
+        (["--model", "default", "--example", "--dtype", "float32"], "dtype is float32; --example has its own"),
+        (["--plot", "no/such/folder/plan.png"], "plot is no/such/folder/plan.png; it can't be written"),
+        (["--plot", "plan.table"], "plot is plan.table; it can't be written"),
     ],
 )
 def test_bad_input_is_one_line_on_stderr(
@@ -161,3 +171,47 @@ def test_bad_input_is_one_line_on_stderr(
     assert captured.out == ""
     assert message in captured.err
     assert captured.err.count("\n") == 1
+
+
+def test_the_worked_example_takes_2_gib(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("--example", "--no-measure") == 0
+    text = capsys.readouterr().out.replace("\N{MULTIPLICATION SIGN}", "x")
+    assert "2 x 32 x 32 x 128 x 4,096 x 2 = 2,147,483,648 bytes = 2.00 GiB" in text
+    assert "not measured" in text
+
+
+@pytest.mark.parametrize("flags", [["--dtype", "float32"], ["--block-size", "64"], ["--num-blocks", "3"]])
+def test_a_real_pool_takes_what_the_formula_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str]
+) -> None:
+    model = write_model(tmp_path, TINY | {"num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 24})
+    assert plan("--model", model, "--num-blocks", "7", *flags, "--json") == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["measured"] == {"num_blocks": answer["num_blocks"], "bytes": answer["bytes"]["pool"]}
+
+
+def test_only_a_small_pool_is_measured_and_its_size_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_model(tmp_path, LLAMA_7B | {"num_hidden_layers": 1})
+    assert plan("--model", model, "--num-blocks", "1000") == 0
+    text = capsys.readouterr().out
+    assert "a real pool of 256 blocks (4,096 tokens) takes 67,108,864 bytes" in text
+    assert "the formula says 67,108,864 bytes: the same" in text
+    too_large = make_plan(EngineConfig(model=model, num_blocks=1), free_bytes=GIB)
+    assert measure(dataclasses.replace(too_large, bytes_per_block=2 * GIB)) is None
+
+
+def test_requests_are_counted_at_the_lengths_asked_for(tmp_path: Path) -> None:
+    fits = make_plan(EngineConfig(model=write_model(tmp_path, TINY), num_blocks=256), lengths=[2048, 100, 4096]).fits
+    assert [(fit.tokens, fit.blocks, fit.paged, fit.reserved) for fit in fits] == [
+        (100, 7, 36, 1),
+        (2048, 128, 2, 1),
+        (4096, 256, 1, 1),
+    ]
+
+
+def test_the_plot_is_a_picture(tmp_path: Path) -> None:
+    file = tmp_path / "plan.png"
+    assert plan("--model", write_model(tmp_path, TINY), "--no-measure", "--plot", str(file)) == 0
+    header = file.read_bytes()[:24]
+    assert header.startswith(b"\x89PNG")
+    assert int.from_bytes(header[16:20], "big") >= 1200

@@ -65,8 +65,8 @@ def long_request(stream: bool) -> dict[str, Any]:
 
 
 def requests(url: str) -> dict[str, int]:
-    counts: dict[str, int] = get(f"{url}/inspect/kv")[1]["requests"]
-    return counts
+    counts = get(f"{url}/inspect/kv")[1]["requests"]
+    return {"running": counts["running"], "waiting": counts["waiting"]}
 
 
 def running(url: str) -> int:

@@ -1,0 +1,202 @@
+"""How `pageframe bench kv-cache` shows what it measured: tables, words and the plot. Measures nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from pageframe.benchmarks.experiments.cache_memory import Kind
+from pageframe.benchmarks.experiments.cache_results import Lap, Race, Results
+from pageframe.benchmarks.experiments.grids import legend_below, plain_log_axes
+from pageframe.benchmarks.experiments.report import INK, NOT_MEASURED, draw_line, new_figure, save_figure
+from pageframe.runtime.memory_plan import format_bytes
+
+#: A speed-up that is larger by this factor has grown; less is noise.
+GROWN = 1.05
+
+
+def print_report(console: Console, results: Results, partial: bool) -> None:
+    """Tables and sentences."""
+    console.print(results.machine)
+    if partial:
+        console.print("Interrupted: this is partial, only what was measured until then.", style="bold")
+    console.print(_times(results))
+    if any(not lap.is_whole(lap.last) for race in results.races for lap in race.laps.values()):
+        console.print("~: some tokens' times are on the line between their neighbours'.", style="dim")
+    if any(lap.one_step for race in results.races for lap in race.laps.values()):
+        console.print(
+            "a step below: the other way's token has the next lower logit that bf16 can write, 0.125 below at 16 to "
+            "32, which is more than a tie's tolerance but no more than rounding.",
+            style="dim",
+        )
+    console.print(_growths(results))
+    console.print(_memories(results))
+    for sentence in sentences(results):
+        console.print(sentence, soft_wrap=True)
+
+
+def _times(results: Results) -> Table:
+    table = Table(title="seconds for all new tokens (ms for each), and how many times as fast as without a cache")
+    table.add_column("requests", justify="right")
+    table.add_column("new tokens", justify="right")
+    for kind in Kind:
+        table.add_column(kind, justify="right")
+    for race in results.races:
+        for num_new in results.new_tokens:
+            cells = [_time_cell(race, kind, num_new) for kind in Kind]
+            table.add_row(f"{race.num_requests:,}", f"{num_new:,}", *cells)
+        table.add_row("", "tokens", *(_token_cell(race.laps[kind], kind) for kind in Kind), end_section=True)
+    return table
+
+
+def _time_cell(race: Race, kind: Kind, num_new: int) -> str:
+    lap = race.laps[kind]
+    total = lap.total(num_new)
+    if total is None:
+        return NOT_MEASURED
+    cell = f"{'' if lap.is_whole(num_new) else '~'}{total:.2f} s ({total / num_new * 1e3:.1f})"
+    speed_up = race.speed_up(kind, num_new)
+    return cell if kind is Kind.NOTHING or speed_up is None else f"{cell}, {speed_up:.2f}x"
+
+
+def _token_cell(lap: Lap, kind: Kind) -> str:
+    """Are the tokens the others'?"""
+    if not lap.compared:
+        return "compared with" if kind is Kind.PAGED and lap.seconds else NOT_MEASURED
+    counts = ((lap.ties, "at ties"), (lap.one_step, "a step below"), (lap.different, "DIFFERENT"))
+    same = lap.compared - sum(count for count, _ in counts)
+    return ", ".join([f"{same:,} same", *(f"{count:,} {name}" for count, name in counts if count)])
+
+
+def _growths(results: Results) -> Table:
+    span = " to ".join(f"{num_new:,}" for num_new in results.new_tokens[-2:])
+    table = Table(title="total time for n tokens behind the first one, fitted: a n + b n^2 + c n^3")
+    for column in ("requests", "way", "a, ms", "b, us", "c, ns", "share of a n, b n^2, c n^3", f"slope, {span}"):
+        table.add_column(column, justify="left" if column == "way" else "right")
+    for race in results.races:
+        for kind in Kind:
+            lap = race.laps[kind]
+            growth, slope = results.growth(lap, kind), results.slope(lap)
+            cells = [NOT_MEASURED] * 4
+            if growth is not None:
+                cells = [f"{growth.linear * 1e3:.2f}", f"{growth.quadratic * 1e6:.2f}"]
+                cells.append(f"{growth.cubic * 1e9:.2f}" if kind is Kind.NOTHING else "-")
+                shares = " ".join(f"{part / growth.seconds(lap.last):.0%}" for part in growth.parts(lap.last))
+                cells.append(f"{shares} at {lap.last:,}")
+            cells.append(NOT_MEASURED if slope is None else f"{slope:.2f}")
+            table.add_row(f"{race.num_requests:,}", kind, *cells, end_section=kind is Kind.PAGED)
+    return table
+
+
+def _memories(results: Results) -> Table:
+    table = Table(title=f"K/V memory at the last token, {results.shape.token_bytes:,} bytes a token: reserved (wasted)")
+    table.add_column("requests", justify="right")
+    table.add_column("new tokens", justify="right")
+    for kind in Kind:
+        table.add_column(kind, justify="right")
+    for race in results.races:
+        for num_new in results.new_tokens:
+            held = [results.held(kind, race, num_new) for kind in Kind]
+            cells = [f"{format_bytes(each.reserved)} ({each.waste_share:.1%})" for each in held]
+            table.add_row(f"{race.num_requests:,}", f"{num_new:,}", *cells)
+        table.add_section()
+    for num_new in results.new_tokens:
+        fits = [results.fits(kind, num_new) for kind in Kind]
+        cells = ["no limit" if number is None else f"{number:,}" for number in fits]
+        table.add_row(f"in {format_bytes(results.memory)}", f"{num_new:,}", *cells)
+    return table
+
+
+def sentences(results: Results) -> Iterator[str]:
+    """The answers in words."""
+    answers = [answer for race in results.races if (answer := _advantage(results, race))]
+    yield "Does the advantage of a paged cache grow with length? " + (" ".join(answers) or f"It was {NOT_MEASURED}.")
+    slopes = [
+        f"{slope:.2f} {name}"
+        for kind, name in ((Kind.NOTHING, "without a cache"), (Kind.PAGED, "with a paged one"))
+        if (slope := results.slope(results.races[0].laps[kind])) is not None
+    ]
+    if slopes:
+        few, many = results.new_tokens[-2:]
+        yield (
+            f"From {few:,} to {many:,} new tokens of {_requests(results.races[0])} the total time grows with the power "
+            f"{' and '.join(slopes)}."
+        )
+    yield _memory_in_words(results)
+
+
+def _advantage(results: Results, race: Race) -> str:
+    measured = [
+        (num_new, speed_up)
+        for num_new in results.new_tokens
+        if (speed_up := race.speed_up(Kind.PAGED, num_new)) is not None
+    ]
+    if len(measured) < 2:
+        return ""
+    (few, before), (many, after) = measured[0], measured[-1]
+    grows = after > before * GROWN
+    rest = "" if many == results.new_tokens[-1] else f" ({results.new_tokens[-1]:,} was {NOT_MEASURED})"
+    return (
+        f"With {_requests(race)} {'yes' if grows else 'no'}: it is {before:.1f} times as fast as no cache at {few:,} "
+        f"new tokens and {after:.1f} times at {many:,}{rest}."
+    )
+
+
+def _memory_in_words(results: Results) -> str:
+    few, race = results.new_tokens[0], results.races[-1]
+
+    def of(kind: Kind) -> str:
+        share = results.held(kind, race, few).waste_share
+        return f"wastes {share:.1%} of what it reserves, and {results.fits(kind, few):,} requests fit"
+
+    return (
+        f"At {few:,} new tokens a cache reserved for {results.shape.max_len:,} tokens {of(Kind.RESERVED)} in "
+        f"{format_bytes(results.memory)}; a paged one {of(Kind.PAGED)}."
+    )
+
+
+def _requests(race: Race) -> str:
+    return f"{race.num_requests:,} request{'' if race.num_requests == 1 else 's'}"
+
+
+# ---- the plot -------------------------------------------------------------------------------------------------------
+
+
+def plot(results: Results, path: Path) -> None:
+    """Seconds per new token against new tokens, and memory reserved against used."""
+    figure, (times, memory) = new_figure(1, 2)
+    race = results.races[0]
+    for index, kind in enumerate(Kind):
+        totals = race.laps[kind].totals()
+        if totals:
+            marks = _spread(len(totals))
+            draw_line(times, index, kind, marks, [totals[mark - 1] / mark for mark in marks])
+    plain_log_axes(times, sorted({1, 4, *results.new_tokens}))
+    times.set(
+        xlabel="new tokens",
+        ylabel="seconds per new token, prompt included",
+        title=_requests(race),
+    )
+    legend_below(times)
+
+    race = results.races[-1]
+    for index, kind in enumerate(Kind):
+        held = [results.held(kind, race, num_new) for num_new in results.new_tokens]
+        if kind is not Kind.NOTHING:
+            used = [each.used / 2**20 for each in held]
+            reserved = [each.reserved / 2**20 for each in held]
+            draw_line(memory, index, kind, used, reserved)
+    ends = [held.used / 2**20 for held in (results.held(Kind.PAGED, race, n) for n in results.new_tokens)]
+    memory.plot(ends, ends, color=INK, linewidth=1, label="nothing wasted")
+    plain_log_axes(memory)
+    memory.set(xlabel="K/V used, MiB", ylabel="K/V reserved, MiB", title=_requests(race))
+    legend_below(memory)
+    save_figure(figure, path)
+
+
+def _spread(last: int) -> list[int]:
+    """Whole numbers from 1 to `last`, two to a doubling."""
+    return sorted({round(2 ** (step / 2)) for step in range(2 * last.bit_length()) if 2 ** (step / 2) <= last} | {last})

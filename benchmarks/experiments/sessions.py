@@ -1,0 +1,124 @@
+"""Conversations of several turns, written at random or read from files, and how they are held a few at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from pageframe.benchmarks.experiments.driver import Answer, Ask
+from pageframe.benchmarks.experiments.prefix_cache import (
+    Chat,
+    Conversation,
+    PromptFileError,
+    asked_in_turn,
+    read_mt_bench,
+    read_taubench,
+    recorded,
+)
+from pageframe.benchmarks.experiments.report import InputError
+from pageframe.runtime.chat_template import load_chat_template
+from pageframe.runtime.models.source import resolve_source
+from pageframe.runtime.tokenizer import load_tokenizer
+
+#: Makes the first so many sessions anew.
+Sessions = Callable[[int], list[Conversation]]
+
+
+def prompt_of(length: int, generator: np.random.Generator, vocab_size: int) -> list[int]:
+    """Random tokens; the first ids are left out, which models keep for control."""
+    ids: list[int] = generator.integers(min(10, vocab_size - 1), vocab_size, length).tolist()
+    return ids
+
+
+def synthetic_session(system: list[int], users: Sequence[list[int]]) -> Conversation:
+    """Each turn is all before it, the answer it got, and a new message."""
+    prompt = list(system)
+    for user in users:
+        prompt = [*prompt, *user]
+        answer = yield prompt
+        prompt = [*prompt, *answer]
+
+
+def synthetic_sessions(
+    count: int, *, turns: int, system_tokens: int, user_tokens: int, vocab_size: int, seed: int
+) -> list[Conversation]:
+    """Sessions behind one system prompt, all of random tokens."""
+    generator = np.random.default_rng(seed)
+    system = prompt_of(system_tokens, generator, vocab_size)
+    return [
+        synthetic_session(system, [prompt_of(user_tokens, generator, vocab_size) for _ in range(turns)])
+        for _ in range(count)
+    ]
+
+
+def read_sessions(path: Path, model: str) -> Sessions:
+    """From a file of sessions what makes the first so many of them: two-turn questions ("turns"), or recorded sessions
+    ("session_id"), JSON lines, one file or a folder of them.
+
+    Raises:
+        InputError: the file can't be read, or the model has no chat template.
+    """
+    source = resolve_source(model)
+    tokenizer = load_tokenizer(source)
+    template = load_chat_template(source, tokenizer)
+    if template is None:
+        raise InputError(f"sessions is {path}; model {model!r} has no chat template to write them with")
+    chat = Chat(tokenizer, template)
+    try:
+        try:
+            questions = read_mt_bench(path)
+        except PromptFileError:
+            calls = read_taubench(path)
+            return lambda count: [recorded(chat, texts) for texts in calls[:count]]
+    except PromptFileError as error:
+        raise InputError(f"sessions is {path}; it holds neither questions nor recorded sessions: {error}") from error
+    return lambda count: [asked_in_turn(chat, turns) for turns in questions[:count]]
+
+
+class Holder:
+    """Holds conversations with an engine, a few at a time.
+
+    Args:
+        ignore_eos: answers run to their full length.
+        longest: a prompt past this many tokens ends its conversation.
+    """
+
+    def __init__(
+        self, conversations: Iterable[Conversation], *, answer_tokens: int, ignore_eos: bool, longest: int
+    ) -> None:
+        self._waiting = enumerate(conversations)
+        self._answer_tokens = answer_tokens
+        self._ignore_eos = ignore_eos
+        self._longest = longest
+        self._open: dict[str, tuple[int, int, Conversation]] = {}
+        self.cut_short = 0
+
+    def first(self, count: int) -> list[Ask]:
+        """The first turns of that many conversations."""
+        return [ask for _ in range(count) for ask in self._next()]
+
+    def follow(self, answer: Answer) -> Iterator[Ask]:
+        """The next turn; where a conversation has ended, the first turn of the next one."""
+        session, turn, conversation = self._open.pop(answer.ask.name)
+        try:
+            prompt = conversation.send(answer.tokens)
+        except StopIteration:
+            yield from self._next()
+            return
+        yield from self._ask(session, turn + 1, conversation, prompt)
+
+    def _next(self) -> Iterator[Ask]:
+        for session, conversation in self._waiting:
+            yield from self._ask(session, 0, conversation, next(conversation))
+            return
+
+    def _ask(self, session: int, turn: int, conversation: Conversation, prompt: list[int]) -> Iterator[Ask]:
+        if len(prompt) > self._longest:
+            self.cut_short += 1
+            yield from self._next()
+            return
+        name = f"session-{session}-turn-{turn}"
+        self._open[name] = (session, turn, conversation)
+        yield Ask(name, prompt, self._answer_tokens, ignore_eos=self._ignore_eos)

@@ -1,0 +1,165 @@
+"""`pageframe bench phases`: floors by hand, what is measured of a tiny model, and what it says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from pageframe.api.cli import main
+from pageframe.benchmarks.experiments import phases_report
+from pageframe.benchmarks.experiments.floor import Floor, Floors, Machine
+from pageframe.benchmarks.experiments.phases_report import Cell, Results
+from pageframe.runtime.config import ModelConfig
+from pageframe.runtime.engine import Engine
+from pageframe.runtime.request import RequestOutput
+
+from .tiny_models import save_tiny_model
+
+SIZES = ("--prompt-lens", "8", "40", "--contexts", "8", "40", "--requests", "1", "3", "--dtype", "float32", "--quick")
+CONFIG = ModelConfig(
+    family="llama",
+    vocab_size=100,
+    hidden_size=8,
+    intermediate_size=20,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=2,
+    max_position=64,
+    norm_eps=1e-5,
+    rope_theta=1e4,
+)
+#: Of both layers: q and o of 8 x 8, k and v of 8 x 4, and three MLP matrices of 8 x 20.
+LAYER_WEIGHTS = 2 * (8 * 24 + 3 * 8 * 20)
+OUTPUT_WEIGHTS = 100 * 8
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny_model(tmp_path_factory.mktemp("model"), max_position_embeddings=512))
+
+
+@pytest.fixture(autouse=True)
+def one_thread_and_a_wide_terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A tiny model's operations are too small to share out among threads, above all on a busy machine."""
+    threads = torch.get_num_threads()
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})
+    monkeypatch.setenv("COLUMNS", "160")
+    yield
+    torch.set_num_threads(threads)
+
+
+def bench(model: str, *flags: str) -> int:
+    return main(["bench", "phases", "--model", model, *(() if "--plot" in flags else ("--no-plot",)), *flags])
+
+
+def test_floors_by_hand() -> None:
+    slow_memory, slow_products = Machine(bandwidth=1.0, flops=1e30), Machine(bandwidth=1e30, flops=1.0)
+    weight_bytes = 2 * (LAYER_WEIGHTS + OUTPUT_WEIGHTS)
+    # K and V of 2 layers, 2 heads of 2 elements, 2 bytes each: 32 bytes a token.
+    assert Floors(CONFIG, "bf16", slow_memory).decode([10, 20]) == Floor(weight_bytes + 30 * 32, "reading")
+    assert Floors(CONFIG, "float32", slow_memory).decode([10]) == Floor(2 * weight_bytes + 10 * 64, "reading")
+    assert Floors(CONFIG, "bf16", slow_memory).prefill(10, 3) == Floor(3 * weight_bytes, "reading")
+    # Attention: 4 flops for each key seen, element, head and layer.
+    decode = 2 * 2 * (LAYER_WEIGHTS + OUTPUT_WEIGHTS) + 30 * 4 * 2 * 4 * 2
+    assert Floors(CONFIG, "bf16", slow_products).decode([10, 20]) == Floor(decode, "arithmetic")
+    prefill = 2 * (3 * LAYER_WEIGHTS + OUTPUT_WEIGHTS) + (1 + 2 + 3) * 4 * 2 * 4 * 2
+    assert Floors(CONFIG, "bf16", slow_products).prefill(3, 1) == Floor(prefill, "arithmetic")
+    behind = prefill + 3 * 5 * 4 * 2 * 4 * 2
+    assert Floors(CONFIG, "bf16", slow_products).prefill(3, 1, start=5) == Floor(behind, "arithmetic")
+
+
+def test_a_window_bounds_what_is_read() -> None:
+    machine = Machine(bandwidth=1.0, flops=1e30)
+    windowed = CONFIG.replace(windows=(4, None))
+    assert (
+        Floors(CONFIG, "bf16", machine).decode([10]).seconds - Floors(windowed, "bf16", machine).decode([10]).seconds
+        == 6 * 16
+    )
+
+
+def test_every_phase_is_measured_beside_its_floor(
+    tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench(tiny_model, *SIZES, "--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.svg")) == 0
+    assert "<svg" in (tmp_path / "r.svg").read_text()
+    results = json.loads((tmp_path / "r.json").read_text())
+    assert list(results["first_tokens"]) == ["8", "40"]
+    assert [(cell["context"], cell["requests"]) for cell in results["decode"]] == [(8, 1), (8, 3), (40, 1), (40, 3)]
+    for cell in (*results["first_tokens"].values(), *results["decode"]):
+        assert 0 < cell["floor"] < cell["seconds"]
+    long_answer, long_prompt, chat = results["chats"]
+    assert (long_answer["prompt_tokens"], long_answer["decoded_tokens"]) == (16, 63)
+    assert (long_prompt["prompt_tokens"], long_prompt["decoded_tokens"]) == (256, 7)
+    # Prompts of 32, 72, 112 and 152 tokens; of the histories before them, of which the last token was never computed,
+    # whole blocks of 16 are found.
+    assert (chat["prompt_tokens"], chat["decoded_tokens"]) == (32 + 72 + 112 + 152, 4 * 7)
+    assert chat["cached_tokens"] == 32 + 64 + 112
+    out = capsys.readouterr().out
+    assert "Prefill: a prompt of 40 tokens has its first token after" in out
+    assert "Decode: at a context of 40 tokens 1 request gets" in out
+    assert "not measured" not in out
+
+
+def test_what_does_not_fit_the_time_is_not_measured(tiny_model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench(tiny_model, *SIZES, "--budget", "1e-9") == 0
+    out = capsys.readouterr().out
+    assert out.count("not measured") >= 3 + 2 + 4
+    assert "Prefill and decode were not measured." in out
+
+
+def test_an_interrupt_keeps_what_was_measured(
+    tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Engine.step
+
+    def step_until_interrupted(self: Engine) -> list[RequestOutput]:
+        if self.scheduler.num_waiting == 3:
+            raise KeyboardInterrupt
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", step_until_interrupted)
+    assert bench(tiny_model, *SIZES, "--json", str(tmp_path / "r.json")) == 130
+    results = json.loads((tmp_path / "r.json").read_text())
+    assert results["partial"]
+    assert list(results["first_tokens"]) == ["8", "40"]
+    assert [(cell["context"], cell["requests"]) for cell in results["decode"]] == [(8, 1)]
+    assert "partial" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--prompt-lens", "64", "512"), "prompt-lens is 512; this model has room for 511"),
+        (("--contexts", "500"), "contexts is 500; this model has room for 487"),
+    ],
+)
+def test_bad_input_is_one_line(
+    tiny_model: str, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], said: str
+) -> None:
+    assert bench(tiny_model, *flags) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_help_names_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["bench", "phases", "--help"])
+    out = capsys.readouterr().out
+    assert all(flag in out for flag in ("--prompt-lens", "--contexts", "--requests", "--budget", "--quick"))
+
+
+def test_words_are_computed() -> None:
+    results = Results((64, 128), (64, 256), (1, 8), ())
+    results.first_tokens = {64: Cell(0.5, 0.1, "arithmetic"), 128: Cell(0.8, 0.2, "arithmetic")}
+    results.decode = {(64, 1): Cell(0.02, 0.01, "reading"), (64, 8): Cell(0.04, 0.01, "reading")}
+    prefill, decode = phases_report.sentences(results)
+    assert (
+        "128 tokens has its first token after 0.80 s, 160 tokens/s; arithmetic alone would take 0.20 s, 25%" in prefill
+    )
+    assert "1 request gets 50.0 tokens/s, 50% of what reading allows; 8 requests get 200.0 tokens/s, 25%" in decode
