@@ -65,7 +65,9 @@ class Floors:
         attention = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
         self._model = model
         self._machine = machine
-        self._layer_weights = model.num_layers * model.hidden_size * (attention + (2 + model.gated_mlp) * model.intermediate_size)
+        self._layer_weights = (
+            model.num_layers * model.hidden_size * (attention + (2 + model.gated_mlp) * model.intermediate_size)
+        )
         self._output_weights = model.vocab_size * model.hidden_size
         #: Of a step that gives a token: all matrices once; of the embedding only the tokens' rows, which are left out.
         self.weight_bytes = (self._layer_weights + self._output_weights) * DTYPE_BYTES[dtype]
