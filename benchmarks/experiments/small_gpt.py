@@ -80,10 +80,11 @@ class Cached:
 
     name = "cached"
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, threads: int | None = None) -> None:
         self.llm = LLM(
             model,
             dtype="float32",
+            threads=threads,
             device="cpu",
             max_num_requests=1,
             prefix_cache=False,
@@ -341,6 +342,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompt", default="ROMEO:", help="the text to continue (%(default)s)")
     parser.add_argument("--tokens", type=int, help=f"output tokens; default: {PAST_CONTEXT} past the full context")
     parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
+    parser.add_argument("--threads", type=int, help="CPU threads of both ways; default: one for each that may be used")
     add_output_flags(parser, "small-gpt.png")
     return parser.parse_args(arguments)
 
@@ -377,7 +379,7 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         InputError, StartupError, InvalidRequestError: what was asked for can't be measured.
     """
-    cached = Cached(options.model)
+    cached = Cached(options.model, options.threads)
     resolved = cached.llm.resolved
     prompt = cached.llm.tokenizer.encode(options.prompt, add_special_tokens=True)
     context = resolved.max_model_len
