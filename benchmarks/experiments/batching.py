@@ -10,9 +10,11 @@ Batching by request is the kinder kind: nothing is padded, a request's tokens ar
 its batch ends, and its memory is paged. Only who may join when is different. Ways of a part take turns; each has its
 share of the part's time budget. All ways' tokens are compared, up to ties of the two best logits.
 
-Synthetic sessions: a system prompt of 256 random tokens for all, then turns of 48 random tokens, with answers of 32
-(--quick: fewer). Long prompts are random tokens too. The trace's lengths are made smaller by one factor, so that 95%
-of the requests fit into --max-len tokens; the rest are cut.
+A part that fails is named, the others are measured all the same, and the command exits with 1 or 2.
+
+Synthetic sessions: a system prompt of 277 random tokens for all, then turns of 24 to 72 random tokens, with answers of
+16 to 48 (--quick: fewer), so that they end anywhere in a block. Long prompts are random tokens too. The trace's lengths
+are made smaller by one factor, so that 95% of the requests fit into --max-len tokens; the rest are cut.
 """
 
 from __future__ import annotations
@@ -45,17 +47,21 @@ from pageframe.benchmarks.experiments.report import (
     EXIT_INTERRUPTED,
     InputError,
     add_output_flags,
+    check_outputs,
     hardware_line,
     write_json,
 )
-from pageframe.benchmarks.experiments.sessions import Sessions, read_sessions, synthetic_sessions
+from pageframe.benchmarks.experiments.sessions import Sessions, longest_drawn, read_sessions, synthetic_sessions
 from pageframe.benchmarks.experiments.traces import TraceRequest, read_trace, scaled, synthetic_trace
 from pageframe.runtime.config import DEFAULT_MODEL, DTYPES, EngineConfig
-from pageframe.runtime.errors import StartupError
+from pageframe.runtime.errors import EngineError, StartupError
 from pageframe.runtime.models.config import load_model_config
 from pageframe.runtime.models.source import resolve_source
 
-EXIT_DIFFERENT = 1
+#: Answers differ, or a part failed through no fault of what was asked for.
+EXIT_DIFFERENT = EXIT_FAILED = 1
+#: What ends a part, but not the command.
+FAILURES = (InputError, StartupError, EngineError, MemoryError)
 SYNTHETIC_REQUESTS = 2000
 BLOCK_SIZE = 16
 #: Contexts are at least so long where the model has them, for sessions that grow.
@@ -101,12 +107,25 @@ def run(args: argparse.Namespace) -> int:
     """The command; returns its exit status."""
     try:
         return _run(args)
-    except (InputError, StartupError) as error:
-        Console(stderr=True).print(f"pageframe: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        return EXIT_BAD_INPUT
+    except FAILURES as error:
+        _complain(Console(stderr=True), _describe(error))
+        return _exit_status(error)
+
+
+def _complain(console: Console, text: str) -> None:
+    console.print(f"pageframe: {text}", style="red", markup=False, highlight=False, soft_wrap=True)
+
+
+def _describe(error: Exception) -> str:
+    return str(error) or "out of memory"  # only MemoryError comes without a word
+
+
+def _exit_status(error: Exception) -> int:
+    return EXIT_BAD_INPUT if isinstance(error, InputError | StartupError) else EXIT_FAILED
 
 
 def _run(args: argparse.Namespace) -> int:
+    check_outputs(args.plot, args.json)
     console = Console(highlight=False)
     sizes = read_sizes(args)
     names = [name for name in PARTS if name in (args.part or PARTS)]
@@ -125,7 +144,12 @@ def _run(args: argparse.Namespace) -> int:
                 bar.update(task, description=name)
                 part = Part(name)
                 measured.append(part)
-                _measure(part, bench, requests, args.rate, sessions)
+                try:
+                    _measure(part, bench, requests, args.rate, sessions)
+                except FAILURES as error:
+                    part.failure = _describe(error)
+                    status = max(status, _exit_status(error))
+                    _complain(bar.console, f"part {name} failed: {part.failure}")
         except KeyboardInterrupt:
             status = EXIT_INTERRUPTED
     threads = args.threads or len(os.sched_getaffinity(0))
@@ -134,11 +158,11 @@ def _run(args: argparse.Namespace) -> int:
     _describe_trace(console, args, requests, factor)
     for part in measured:
         _print_part(console, part)
-    if status:
+    if status == EXIT_INTERRUPTED:
         console.print("Interrupted: partial results.", style="yellow")
     elif any(part.agreement.different for part in measured):
         console.print("Some answers differ where no tie explains it.", style="red")
-        status = EXIT_DIFFERENT
+        status = max(status, EXIT_DIFFERENT)
     if args.json is not None:
         write_json(args.json, _as_json(args, sizes, requests, measured, status))
     if args.plot is not None and any(any(part.ways.values()) for part in measured):
@@ -191,7 +215,8 @@ def _engine_config(args: argparse.Namespace, sizes: Sizes) -> EngineConfig:
         InputError: the model has no room for what was asked for.
     """
     positions = load_model_config(resolve_source(args.model)).max_position
-    session = sizes.system_tokens + sizes.turns * (sizes.user_tokens + sizes.answer_tokens)
+    turn = longest_drawn(sizes.user_tokens) + longest_drawn(sizes.answer_tokens)
+    session = sizes.system_tokens + sizes.turns * turn
     for name, tokens in (("max-len", sizes.max_len), ("long-tokens", sizes.long_tokens + 1), ("a session", session)):
         if tokens > positions:
             raise InputError(f"{name} needs {tokens} tokens; the model has {positions} positions")
@@ -250,6 +275,8 @@ def _describe_trace(console: Console, args: argparse.Namespace, requests: list[T
 
 
 def _print_part(console: Console, part: Part) -> None:
+    if not part.ways:  # it ended before its first way
+        return
     console.print()
     console.print(draw_table(part))
     for note in part.notes:
@@ -272,6 +299,7 @@ def _as_json(
             part.name: {
                 "ways": part.ways,
                 "notes": part.notes,
+                "failure": part.failure,
                 "agreement": dataclasses.asdict(part.agreement),
             }
             for part in measured

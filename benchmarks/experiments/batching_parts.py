@@ -9,10 +9,11 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from pageframe.benchmarks.experiments.driver import Agreement, Answer, Ask, OutOfTimeError, compare, serve
 from pageframe.benchmarks.experiments.report import InputError, TimeBudget
-from pageframe.benchmarks.experiments.sessions import Holder, Sessions, prompt_of
+from pageframe.benchmarks.experiments.sessions import Holder, Sessions, longest_drawn, prompt_of
 from pageframe.benchmarks.experiments.traces import TraceRequest, at_rate
 from pageframe.runtime.config import EngineConfig
 from pageframe.runtime.engine import Engine
@@ -26,6 +27,8 @@ REQUEST_LEVEL, ITERATION_LEVEL = "by request", "by iteration"
 CACHE_ON, CACHE_OFF = "cache on", "cache off"
 #: Requests at a rate come at this share of what iteration-level batching served when all came at once.
 LOAD = 0.8
+#: Of fewer values the 99th percentile is no more than the longest.
+FEWEST_FOR_P99 = 100
 
 Metrics = dict[str, float]
 
@@ -40,7 +43,8 @@ class Sizes:
         runners, runner_tokens: requests that decode while long prompts arrive, and the tokens of each.
         long_prompts, long_tokens: those prompts, and the tokens of each.
         chunk: the token budget of a step where prompts are computed in chunks.
-        sessions, turns, system_tokens, user_tokens, answer_tokens: of the conversations.
+        sessions, turns, system_tokens: of the conversations. No length is one of whole blocks, paging's best case.
+        user_tokens, answer_tokens: around which the lengths of each turn are drawn.
         open_sessions: held at once.
         repeats: of each way, taking turns.
         budget: seconds for each part.
@@ -56,7 +60,7 @@ class Sizes:
     chunk: int = 128
     sessions: int = 6
     turns: int = 4
-    system_tokens: int = 256
+    system_tokens: int = 277
     user_tokens: int = 48
     answer_tokens: int = 32
     open_sessions: int = 3
@@ -76,7 +80,7 @@ QUICK = Sizes(
     chunk=64,
     sessions=2,
     turns=3,
-    system_tokens=96,
+    system_tokens=101,
     user_tokens=16,
     answer_tokens=8,
     open_sessions=2,
@@ -95,6 +99,7 @@ class Part:
         notes: what was run, for people.
         agreement: all ways' answers against the first measured way's.
         reference: those answers.
+        failure: why the part ended early, if it did.
     """
 
     name: str
@@ -102,6 +107,7 @@ class Part:
     notes: list[str] = field(default_factory=list)
     agreement: Agreement = field(default_factory=Agreement)
     reference: list[Answer] = field(default_factory=list)
+    failure: str = ""
 
     def keep(self, way: str, metrics: Metrics, answers: list[Answer], engine: Engine) -> None:
         """Add a run; its answers are compared where it is the way's first."""
@@ -214,7 +220,15 @@ def latency_metrics(answers: Sequence[Answer]) -> Metrics:
     metrics = {"tokens_per_second": sum(len(answer.tokens) for answer in answers) / span}
     for name, values in (("ttft", first), ("latency", whole)):
         metrics[f"{name}_mean_ms"] = float(values.mean())
-        metrics[f"{name}_p50_ms"], metrics[f"{name}_p99_ms"] = np.percentile(values, [50, 99]).tolist()
+        metrics |= spread_metrics(name, values)
+    return metrics
+
+
+def spread_metrics(name: str, values: npt.NDArray[np.float64]) -> Metrics:
+    """Median and longest of milliseconds, and the 99th percentile where there are enough values for one."""
+    metrics = {f"{name}_p50_ms": float(np.median(values)), f"{name}_max_ms": float(np.max(values))}
+    if len(values) >= FEWEST_FOR_P99:
+        metrics[f"{name}_p99_ms"] = float(np.percentile(values, 99))
     return metrics
 
 
@@ -278,9 +292,7 @@ def gap_metrics(answers: Sequence[Answer]) -> Metrics:
         "num_gaps": float(len(gaps)),
     }
     if gaps:
-        metrics["gap_p50_ms"], metrics["gap_p99_ms"], metrics["gap_max_ms"] = np.percentile(
-            gaps, [50, 99, 100]
-        ).tolist()
+        metrics |= spread_metrics("gap", np.array(gaps))
     return metrics
 
 
@@ -326,21 +338,23 @@ class TailWatch:
 
 
 def hold_sessions(
-    engine: Engine, sizes: Sizes, sessions: Sessions, budget: TimeBudget, *, ignore_eos: bool
+    engine: Engine, sizes: Sizes, sessions: Sessions, budget: TimeBudget, *, ignore_eos: bool, seed: int
 ) -> tuple[Metrics, list[Answer], int]:
-    """Hold the sessions; metrics, answers and how many sessions were cut short."""
+    """Hold the sessions; metrics, answers and how many sessions were cut short. Where no answer ends by itself, its
+    length is drawn."""
+    most_answered = longest_drawn(sizes.answer_tokens) if ignore_eos else sizes.answer_tokens
+    longest = engine.resolved.max_model_len - most_answered
     holder = Holder(
         sessions(sizes.sessions),
         answer_tokens=sizes.answer_tokens,
         ignore_eos=ignore_eos,
-        longest=engine.resolved.max_model_len - sizes.answer_tokens,
+        longest=longest,
+        seed=seed if ignore_eos else None,
     )
     tails = TailWatch()
     answers = serve(engine, holder.first(sizes.open_sessions), budget, follow=holder.follow, watch=tails)
     if not answers:
-        raise InputError(
-            f"sessions hold no prompt of at most {engine.resolved.max_model_len - sizes.answer_tokens} tokens"
-        )
+        raise InputError(f"sessions hold no prompt of at most {longest} tokens")
     metrics = latency_metrics(answers)
     metrics["hit_rate"] = sum(one.num_cached for one in answers) / sum(len(one.ask.prompt) for one in answers)
     metrics["wasted"] = tails.wasted / tails.taken if tails.taken else 0.0
@@ -356,7 +370,9 @@ def hold_sessions(
 def measure_prefix_cache(bench: Bench, sessions: Sessions, part: Part, *, ignore_eos: bool) -> None:
     def run(way: str, budget: TimeBudget) -> None:
         engine = bench.renew(prefix_cache=way == CACHE_ON)
-        metrics, answers, cut = hold_sessions(engine, bench.sizes, sessions, budget, ignore_eos=ignore_eos)
+        metrics, answers, cut = hold_sessions(
+            engine, bench.sizes, sessions, budget, ignore_eos=ignore_eos, seed=bench.seed
+        )
         _note_cut(part, cut)
         part.keep(way, metrics, answers, bench.renew())
 
@@ -369,7 +385,7 @@ def measure_block_sizes(bench: Bench, sessions: Sessions, part: Part, *, ignore_
 
     def run(way: str, budget: TimeBudget) -> None:
         engine = bench.with_block_size(int(way))
-        metrics, answers, cut = hold_sessions(engine, sizes, sessions, budget, ignore_eos=ignore_eos)
+        metrics, answers, cut = hold_sessions(engine, sizes, sessions, budget, ignore_eos=ignore_eos, seed=bench.seed)
         _note_cut(part, cut)
         part.keep(way, metrics, answers, bench.renew())
 

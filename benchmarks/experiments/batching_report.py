@@ -64,7 +64,7 @@ COLUMNS = {
 
 def draw_table(part: Part) -> Table:
     """Medians over each way's runs; times are in milliseconds."""
-    columns = COLUMNS[part.name]
+    columns = _columns(part)
     rows = [["block size" if part.name == BLOCKS else "way", *(heading for _, heading, _ in columns), "runs"]]
     for way, runs in part.ways.items():
         values = [(part.median(way, metric), form) for metric, _, form in columns]
@@ -78,6 +78,27 @@ def draw_table(part: Part) -> Table:
     for row in rows[1:]:
         table.add_row(*row)
     return table
+
+
+def _columns(part: Part) -> list[tuple[str, str, str]]:
+    """COLUMNS of the part, with the longest value where there are too few for a 99th percentile."""
+    columns = []
+    for metric, heading, form in COLUMNS[part.name]:
+        if metric.endswith("_p99_ms"):
+            tail, word = _tail(part, metric.removesuffix("_p99_ms"))
+            if tail != metric and any(other == tail for other, _, _ in COLUMNS[part.name]):
+                continue
+            columns.append((tail, heading.replace("p99", word), form))
+        else:
+            columns.append((metric, heading, form))
+    return columns
+
+
+def _tail(part: Part, name: str) -> tuple[str, str]:
+    """The metric of the slowest values, and its name: p99 where every run has enough values for it, else longest."""
+    runs = [run for runs in part.ways.values() for run in runs]
+    metric = f"{name}_p99_ms"
+    return (metric, "p99") if runs and all(metric in run for run in runs) else (f"{name}_max_ms", "longest")
 
 
 def describe_agreement(part: Part) -> str:
@@ -124,32 +145,35 @@ def _value(part: Part, way: str, metric: str) -> float:
 
 def _batching_words(part: Part) -> list[str]:
     words = []
+    tail, word = _tail(part, "ttft")
+    slowest = "the p99 of the time to first token" if word == "p99" else "the longest time to first token"
     for arrivals in ("all at once", "at a rate"):
         old, new = f"{REQUEST_LEVEL}, {arrivals}", f"{ITERATION_LEVEL}, {arrivals}"
         try:
             speed = [_value(part, way, "tokens_per_second") for way in (old, new)]
             mean = [_value(part, way, "latency_mean_ms") / 1e3 for way in (old, new)]
-            first = [_value(part, way, "ttft_p99_ms") / 1e3 for way in (old, new)]
+            first = [_value(part, way, tail) / 1e3 for way in (old, new)]
         except _NotMeasuredError:
             continue
         words.append(
             f"With requests {arrivals}, batching by iteration makes {speed[1]:.1f} output tokens/s against "
             f"{speed[0]:.1f} by request ({speed[1] / speed[0]:.2f}x); mean latency is {mean[1]:.2f} s against "
-            f"{mean[0]:.2f} s, the p99 of the time to first token {first[1]:.2f} s against {first[0]:.2f} s."
+            f"{mean[0]:.2f} s, {slowest} {first[1]:.2f} s against {first[0]:.2f} s."
         )
     return words
 
 
 def _chunks_words(part: Part) -> list[str]:
     chunked, whole = part.ways
-    gaps = [_value(part, way, "gap_p99_ms") for way in (whole, chunked)]
+    tail, word = _tail(part, "gap")
+    gaps = [_value(part, way, tail) for way in (whole, chunked)]
     longest = [_value(part, way, "gap_max_ms") for way in (whole, chunked)]
     first = [_value(part, way, "long_ttft_p50_ms") for way in (whole, chunked)]
     speed = [_value(part, way, "tokens_per_second") for way in (whole, chunked)]
+    also = f"; the longest gaps are {longest[1]:,.0f} and {longest[0]:,.0f} ms" if word == "p99" else ""
     return [
-        f"While long prompts arrive, the p99 gap between tokens of running requests is {gaps[1]:,.0f} ms in chunks and "
-        f"{gaps[0]:,.0f} ms with whole prompts ({gaps[0] / gaps[1]:.1f}x); the longest gaps are {longest[1]:,.0f} and "
-        f"{longest[0]:,.0f} ms.",
+        f"While long prompts arrive, the {word} gap between tokens of running requests is {gaps[1]:,.0f} ms in chunks "
+        f"and {gaps[0]:,.0f} ms with whole prompts ({gaps[0] / gaps[1]:.1f}x){also}.",
         f"The price: a long prompt's first token takes {first[1]:,.0f} ms in chunks and {first[0]:,.0f} ms whole "
         f"(medians), and all together make {speed[1]:.1f} and {speed[0]:.1f} tokens/s.",
     ]
@@ -206,19 +230,23 @@ def save_plot(parts: Sequence[Part], title: str, path: Path) -> None:
 
 
 def _plot_batching(axes: Axes, part: Part) -> None:
-    """Latency, mean and p99, of each way; throughput in its name."""
+    """Latency, mean and slowest, of each way; throughput in its name."""
+    tail, word = _tail(part, "latency")
     ways = [way for way, runs in part.ways.items() if runs]
     names = []
     for way in ways:
         level, arrivals = way.split(", ")
         names.append(f"{level},\n{arrivals}\n{_value(part, way, 'tokens_per_second'):,.0f} tok/s")
-    _grouped_bars(axes, part, ways, names, (("mean", "latency_mean_ms"), ("p99", "latency_p99_ms")), 1e-3, "{:.1f}")
+    _grouped_bars(axes, part, ways, names, (("mean", "latency_mean_ms"), (word, tail)), 1e-3, "{:.1f}")
     axes.set_ylabel("request latency (s)")
 
 
 def _plot_chunks(axes: Axes, part: Part) -> None:
-    ways = [way for way in part.ways if part.median(way, "gap_p99_ms") is not None]
-    bars = (("median", "gap_p50_ms"), ("p99", "gap_p99_ms"), ("longest", "gap_max_ms"))
+    ways = [way for way in part.ways if part.median(way, "gap_max_ms") is not None]
+    tail, word = _tail(part, "gap")
+    bars = [("median", "gap_p50_ms"), ("longest", "gap_max_ms")]
+    if word == "p99":
+        bars.insert(1, (word, tail))
     _grouped_bars(axes, part, ways, ways, bars, 1, "{:,.0f}")
     axes.set_ylabel("gap between tokens (ms)")
 
@@ -238,13 +266,13 @@ def _grouped_bars(
     for index, (label, metric) in enumerate(bars):
         positions = [group + (index - (len(bars) - 1) / 2) * width for group in range(len(ways))]
         heights = [_value(part, way, metric) * factor for way in ways]
-        highest = max(highest, *heights)
+        highest = max([highest, *heights])
         drawn = axes.bar(
             positions, heights, width, label=label, color=COLORS[index], hatch=("", "//", "..")[index], edgecolor=INK
         )
         axes.bar_label(drawn, [form.format(height) for height in heights], fontsize=10, padding=2)
     axes.set_xticks(range(len(ways)), names, fontsize=10)
-    axes.set_ylim(0, highest * 1.35)
+    axes.set_ylim(0, highest * 1.35 or 1)
     axes.legend(loc="upper center", ncols=len(bars), fontsize=10)
     axes.grid(axis="x", visible=False)
     axes.set_axisbelow(True)

@@ -64,7 +64,8 @@ class KvShape:
             return Held(used + shorter, used)
         if kind is Kind.RESERVED:
             return Held(num_requests * self.max_len * self.token_bytes, used)
-        blocks = num_requests * -(-length // self.block_size)
+        # A request is admitted with room for its prompt and the first token that it makes.
+        blocks = num_requests * -(-max(length, prompt_len + 1) // self.block_size)
         return Held(blocks * self.block_size * self.token_bytes, used)
 
     def requests_that_fit(self, kind: Kind, memory: int, prompt_len: int, num_new: int) -> int | None:

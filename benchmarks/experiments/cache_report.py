@@ -112,6 +112,12 @@ def _memories(results: Results) -> Table:
 
 def sentences(results: Results) -> Iterator[str]:
     """The answers in words."""
+    if results.num_different:
+        kinds = [kind for kind in Kind if any(race.laps[kind].different for race in results.races)]
+        yield (
+            f"The ways do NOT make the same tokens: {results.num_different:,} differ where the logits are no tie "
+            f"({', '.join(kinds)}), so one of the ways is wrong."
+        )
     answers = [answer for race in results.races if (answer := _advantage(results, race))]
     yield "Does the advantage of a paged cache grow with length? " + (" ".join(answers) or f"It was {NOT_MEASURED}.")
     slopes = [

@@ -91,6 +91,11 @@ class Results:
         """Whether anything was."""
         return any(lap.seconds for race in self.races for lap in race.laps.values())
 
+    @property
+    def num_different(self) -> int:
+        """Tokens in which a way differs from another one, though the logits are no tie and no rounding apart."""
+        return sum(lap.different for race in self.races for lap in race.laps.values())
+
     def growth(self, lap: Lap, kind: Kind) -> Growth | None:
         """The fit through all tokens of a lap; None where they are too few."""
         order = 3 if kind is Kind.NOTHING else 2

@@ -22,7 +22,7 @@ from pageframe.runtime.sampler import Sampler
 #: Two greedy runs may differ where the two best logits are as close as this, by the type of K and V.
 TIE_TOLERANCE = {"float32": 1e-3, "bf16": 0.05}
 #: Bits behind the leading one in the type that logits are computed in.
-_MANTISSA_BITS = {"float32": 23, "bf16": 7}
+_MANTISSA_BITS = {"float32": 23, "bfloat16": 7}
 
 
 class OutOfTimeError(Exception):
@@ -85,7 +85,8 @@ class Agreement:
         one_step: those that part where the other token's logit is the next lower number of the arithmetic, where that
             is more than a tie's tolerance: bf16 logits from 16 to 32 are 0.125 apart.
         different: those that part elsewhere.
-        skipped: those whose prompts are different already, since they hold an answer that parted before.
+        skipped: those whose prompts are different already, since they hold an answer that parted before, and those of
+            only one of the runs: what is asked next can hang on the answer before.
     """
 
     equal: int = 0
@@ -178,11 +179,11 @@ def compare(ours: Sequence[Answer], theirs: Sequence[Answer], engine: Engine) ->
     Args:
         engine: idle; its runner computes what is needed to see whether two answers part at a tie.
     """
-    other = {answer.ask.name: answer for answer in theirs}
-    assert other.keys() == {answer.ask.name for answer in ours}, "the runs are of different requests"
+    one, other = ({answer.ask.name: answer for answer in answers} for answers in (ours, theirs))
     counts = dict.fromkeys(("equal", "ties", "one_step", "different", "skipped"), 0)
-    for answer in ours:
-        counts[_verdict(answer, other[answer.ask.name], engine)] += 1
+    counts["skipped"] = len(one.keys() ^ other.keys())
+    for name in one.keys() & other.keys():
+        counts[_verdict(one[name], other[name], engine)] += 1
     return Agreement(**counts)
 
 
@@ -198,7 +199,7 @@ def _verdict(ours: Answer, theirs: Answer, engine: Engine) -> str:
     best, lower = _logits(engine, ours.ask.prompt + ours.tokens[:index], pairs[index])
     if best - lower <= TIE_TOLERANCE[engine.resolved.dtype]:
         return "ties"
-    return "one_step" if best - lower <= spacing(best, engine.resolved.dtype) else "different"
+    return "one_step" if best - lower <= spacing(best, engine.resolved.compute_dtype) else "different"
 
 
 def _logits(engine: Engine, prompt: list[int], tokens: tuple[int, int]) -> tuple[float, float]:
@@ -219,5 +220,5 @@ def _logits(engine: Engine, prompt: list[int], tokens: tuple[int, int]) -> tuple
 
 
 def spacing(value: float, dtype: str) -> float:
-    """From `value` to the next number of the same size in this type."""
+    """From `value` to the next number of the same size in this type of arithmetic: float32 or bfloat16."""
     return math.ldexp(1.0, math.frexp(value)[1] - 1 - _MANTISSA_BITS[dtype])

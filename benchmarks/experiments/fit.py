@@ -36,6 +36,7 @@ from pageframe.benchmarks.experiments.report import (
     InputError,
     TimeBudget,
     add_output_flags,
+    check_outputs,
     new_figure,
     processor_name,
     save_figure,
@@ -59,6 +60,8 @@ PAGED, RESERVED_MAX, RESERVED_TOKENS, RESERVED_EXACT = WAYS = (
 SYNTHETIC_REQUESTS = 20_000
 #: Seconds that one way may take.
 BUDGET, QUICK_BUDGET = 120.0, 10.0
+#: Of fewer values the 99th percentile is no more than the longest.
+FEWEST_FOR_P99 = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +105,10 @@ def fill_paged(pool: Pool, lengths: Sequence[int]) -> Filled:
     """Rows of the real tables, one for each request, until the allocator has too few blocks."""
     # As many rows as blocks could be needed for at least; most traces need far fewer, and the table is large.
     cumulative = np.cumsum([-(-length // pool.block_size) for length in lengths])
-    expected = int(np.searchsorted(cumulative, pool.num_blocks, side="right"))
-    allocator = BlockAllocator(pool.num_blocks)
+    # A pool of any size costs no more than the trace can fill.
+    num_blocks = min(pool.num_blocks, int(cumulative[-1]))
+    expected = int(np.searchsorted(cumulative, num_blocks, side="right"))
+    allocator = BlockAllocator(num_blocks)
     tables = BlockTables(
         allocator,
         max_requests=expected + 1,
@@ -129,7 +134,7 @@ def fill_paged(pool: Pool, lengths: Sequence[int]) -> Filled:
 def fill_reserved(pool: Pool, lengths: Sequence[int], sizes: Sequence[int]) -> Filled:
     """Pieces of `sizes` slots, one behind the other."""
     ends = np.cumsum(sizes)
-    count = int(np.searchsorted(ends, pool.num_slots, side="right"))
+    count = int(np.searchsorted(ends, min(pool.num_slots, int(ends[-1])), side="right"))
     taken = int(ends[count - 1]) if count else 0
     used = sum(lengths[:count])
     return Filled(count, used, taken - used, pool.num_slots - taken, emptied=count == len(lengths))
@@ -217,6 +222,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace, console: Console) -> int:
+    check_outputs(args.plot, args.json)
     orders = args.orders if args.orders is not None else 5 if args.quick else 21
     if not 1 <= orders <= 10_000:
         raise InputError(f"orders is {orders}; it must be from 1 to 10000")
@@ -288,8 +294,9 @@ def _quantiles(requests: Sequence[TraceRequest]) -> str:
         ("prompts", [request.prompt_tokens for request in requests]),
         ("answers", [request.output_tokens for request in requests]),
     ):
-        middle, high = np.percentile(values, [50, 99]).tolist()
-        parts.append(f"{name} {middle:,.0f} tokens (p99 {high:,.0f})")
+        tail, share = ("p99", 99) if len(values) >= FEWEST_FOR_P99 else ("longest", 100)
+        middle, high = np.percentile(values, [50, share]).tolist()
+        parts.append(f"{name} {middle:,.0f} tokens ({tail} {high:,.0f})")
     return ", ".join(parts)
 
 

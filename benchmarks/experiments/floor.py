@@ -69,26 +69,31 @@ class Floors:
             model.num_layers * model.hidden_size * (attention + (2 + model.gated_mlp) * model.intermediate_size)
         )
         self._output_weights = model.vocab_size * model.hidden_size
-        #: Of a step that gives a token: all matrices once; of the embedding only the tokens' rows, which are left out.
-        self.weight_bytes = (self._layer_weights + self._output_weights) * DTYPE_BYTES[dtype]
+        # Of the embedding only the tokens' rows are read, which are left out.
+        self._layer_bytes = self._layer_weights * DTYPE_BYTES[dtype]
+        self._output_bytes = self._output_weights * DTYPE_BYTES[dtype]
         self._layer_kv_bytes = kv_bytes_per_token(model, dtype) // model.num_layers
 
-    def prefill(self, num_tokens: int, num_steps: int, start: int = 0) -> Floor:
+    def prefill(self, num_tokens: int, chunk: int, start: int = 0) -> Floor:
         """The prompt's positions [start, start + num_tokens) up to the first token of its answer.
 
-        Weights are read once a step. Arithmetic is 2 flops for each weight of the layers and each token, the output
-        projection once, and 4 flops for each query, key and element of a head.
+        Each step computes up to `chunk` tokens. It reads the layers' weights, and the K/V of the tokens before its own
+        that its first query sees; the last step reads the output matrix too. Arithmetic is 2 flops for each weight of
+        the layers and each token, the output projection once, and 4 flops for each query, key and element of a head.
         """
         positions = range(start + 1, start + num_tokens + 1)
         pairs = sum(self._seen(position) for position in positions)
         flops = 2 * (num_tokens * self._layer_weights + self._output_weights) + self._attention_flops(pairs)
-        return self._floor(num_steps * self.weight_bytes, flops)
+        steps = range(start, start + num_tokens, chunk)
+        cached = sum(self._seen(first + 1) - self._model.num_layers for first in steps)  # a query also sees itself
+        num_bytes = len(steps) * self._layer_bytes + self._output_bytes + cached * self._layer_kv_bytes
+        return self._floor(num_bytes, flops)
 
     def decode(self, contexts: list[int]) -> Floor:
         """One step of requests with these contexts: weights once, and each request's K/V once."""
         seen = sum(self._seen(context) for context in contexts)
         flops = 2 * len(contexts) * (self._layer_weights + self._output_weights) + self._attention_flops(seen)
-        return self._floor(self.weight_bytes + seen * self._layer_kv_bytes, flops)
+        return self._floor(self._layer_bytes + self._output_bytes + seen * self._layer_kv_bytes, flops)
 
     def _seen(self, context: int) -> int:
         """Keys that one query sees, summed over the layers."""

@@ -57,5 +57,6 @@ def plain_log_axes(axes: Axes, *ticks: Sequence[float]) -> None:
 
 
 def legend_below(axes: Axes) -> None:
-    """A legend under the axes, where it hides no data."""
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2)
+    """A legend under the axes, where it hides no data; none where nothing was measured."""
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2)

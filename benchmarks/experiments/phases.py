@@ -25,6 +25,7 @@ from pageframe.benchmarks.experiments.report import (
     EXIT_INTERRUPTED,
     InputError,
     add_output_flags,
+    check_outputs,
     write_json,
 )
 from pageframe.runtime.config import DEFAULT_MODEL, DTYPES, EngineConfig, ModelConfig
@@ -103,6 +104,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    check_outputs(args.plot, args.json)
     model = load_model_config(resolve_source(args.model))
     plan = _plan(args, model)
     results = Results(plan.prompt_lens, plan.contexts, plan.requests, plan.chats)
@@ -113,11 +115,11 @@ def _run(args: argparse.Namespace) -> int:
         interrupted = True
     console = Console()
     phases_report.print_report(console, results, interrupted)
+    if args.json is not None:
+        write_json(args.json, {"partial": interrupted, **results.as_json()})
     if args.plot is not None and results.measured:
         phases_report.plot(results, args.plot)
         console.print(f"The plot is {args.plot}.")
-    if args.json is not None:
-        write_json(args.json, {"partial": interrupted, **results.as_json()})
     return EXIT_INTERRUPTED if interrupted else 0
 
 

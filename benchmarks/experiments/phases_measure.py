@@ -52,6 +52,7 @@ class Phases:
         self._engine.runner.fill_blocks(range(resolved.num_blocks), 0.0)  # a page's first touch takes time
         machine = measure_machine(torch.device(resolved.device), getattr(torch, resolved.compute_dtype))
         self._floors = Floors(resolved.model, resolved.dtype, machine)
+        self._chunk = resolved.max_num_batched_tokens
         self._random = np.random.default_rng(0)
         self._numbers = itertools.count()
         computed = f"{resolved.dtype} computed in {resolved.compute_dtype}"
@@ -65,7 +66,7 @@ class Phases:
     def hold_chats(self, chats: Sequence[Chat], budget: float, results: Results, advance: Advance) -> None:
         """Each chat alone, one after the other, each turn behind all that was said before it."""
         time_budget = TimeBudget(budget)
-        self._answer(self._prompt(16), 4)  # a warm-up
+        self._answer(self._prompt(16), 4, time_budget)  # a warm-up
         for chat in chats:
             cost = ChatCost(chat)
             history: list[int] = []
@@ -73,26 +74,38 @@ class Phases:
                 if not time_budget.allows(cost.seconds / max(1, len(cost.first_tokens))):
                     break
                 history += self._prompt(chat.prompt)
-                history += self._turn(history, chat.answer, cost)
-            if len(cost.first_tokens) == chat.turns:
+                answer = self._turn(history, chat.answer, cost, time_budget)
+                if answer is None:
+                    break
+                history += answer
+            else:
                 results.chats[chat] = cost
             advance()
 
-    def _turn(self, prompt: list[int], answer: int, cost: ChatCost) -> list[int]:
-        tokens, seconds, cached = self._answer(prompt, answer)
+    def _turn(self, prompt: list[int], answer: int, cost: ChatCost, time_budget: TimeBudget) -> list[int] | None:
+        """The answer's tokens; None where the time was over first."""
+        made = self._answer(prompt, answer, time_budget)
+        if made is None:
+            return None
+        tokens, seconds, cached = made
         computed = len(prompt) - cached
         cost.prompt_tokens += len(prompt)
         cost.cached_tokens += cached
         cost.first_tokens.append(seconds[0])
-        cost.prefill_floor += self._floors.prefill(computed, self._num_steps(computed), cached).seconds
+        cost.prefill_floor += self._floors.prefill(computed, self._chunk, cached).seconds
         cost.decode_seconds += sum(seconds[1:])
         cost.decoded_tokens += len(seconds) - 1
-        for made in range(1, len(seconds)):
-            cost.decode_floor += self._floors.decode([len(prompt) + made]).seconds
+        for num_made in range(1, len(seconds)):
+            cost.decode_floor += self._floors.decode([len(prompt) + num_made]).seconds
         return tokens
 
-    def _answer(self, prompt: list[int], num_tokens: int) -> tuple[list[int], list[float], int]:
-        """One request alone: its tokens, the seconds from each to the next, and the prompt tokens found computed."""
+    def _answer(
+        self, prompt: list[int], num_tokens: int, time_budget: TimeBudget
+    ) -> tuple[list[int], list[float], int] | None:
+        """One request alone: its tokens, the seconds from each to the next, and the prompt tokens found computed.
+
+        None where the time was over first.
+        """
         params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
         tokens: list[int] = []
         seconds: list[float] = []
@@ -100,6 +113,9 @@ class Phases:
         started = time.perf_counter()
         self._engine.add(self._new_id(), prompt, params)
         while self._engine.has_work:
+            if not time_budget.allows():
+                self._drop_all()
+                return None
             for output in self._engine.step():
                 assert output.finish_reason != "error", output.error
                 tokens += output.token_ids
@@ -123,15 +139,15 @@ class Phases:
                 shorter = max((other for other in times if other < length), default=None)
                 expected = known[-1] if known else times[shorter][-1] * length / shorter if shorter else 0.0
                 if time_budget.allows(expected):
-                    _, (seconds,), num_cached = self._answer(self._prompt(length), 1)
+                    made = self._answer(self._prompt(length), 1, time_budget)
+                    if made is None:
+                        return
+                    _, (seconds,), num_cached = made
                     assert num_cached == 0, "a new prompt was to be computed"
                     times.setdefault(length, []).append(seconds)
-                    floor = self._floors.prefill(length, self._num_steps(length))
+                    floor = self._floors.prefill(length, self._chunk)
                     results.first_tokens[length] = Cell(median(times[length]), floor.seconds, floor.bound)
                 advance()
-
-    def _num_steps(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._engine.resolved.max_num_batched_tokens)
 
     # ---- decoding
 

@@ -151,7 +151,7 @@ def _chats(results: Results) -> Table:
 
 def _first_tokens(results: Results) -> Table:
     table = Table(title="time to first token, one request")
-    for column in ("prompt tokens", "ms", "prompt tokens/s", "floor, ms", "bound by", "of the floor"):
+    for column in ("prompt tokens", "ms", "prompt tokens/s", "floor, ms", "bound by", "floor / measured"):
         table.add_column(column, justify="right")
     for length in results.prompt_lens:
         cell = results.first_tokens.get(length)
@@ -165,7 +165,7 @@ def _first_tokens(results: Results) -> Table:
 
 def _decode(results: Results) -> Table:
     table = Table(title="decode")
-    for column in ("requests", "context", "ms a step", "tokens/s", "floor, tokens/s", "bound by", "of the floor"):
+    for column in ("requests", "context", "ms a step", "tokens/s", "floor, tokens/s", "bound by", "floor / measured"):
         table.add_column(column, justify="right")
     for requests in results.requests:
         for context in results.contexts:
@@ -223,7 +223,7 @@ def plot(results: Results, path: Path) -> None:
             name = f"{requests:,} request{'' if requests == 1 else 's'}"
             draw_line(decode, index, name, contexts, [requests / cell.seconds for cell in cells])
             floor = [requests / cell.floor for cell in cells]
-            decode.plot(contexts, floor, color=COLORS[index], marker="_", linewidth=1)
+            decode.plot(contexts, floor, color=COLORS[index % len(COLORS)], marker="_", linewidth=1)
     plain_log_axes(decode, results.contexts)
     decode.set(xlabel="context, tokens", ylabel="decoded tokens per second", title="decode")
     decode.plot([], [], color=INK, marker="_", linewidth=1, label="the floor's limit")

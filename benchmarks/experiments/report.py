@@ -25,6 +25,7 @@ LINES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)))
 INK = "#333333"
 PLOT_WIDTH_INCHES = 9.0
 PLOT_DPI = 150
+PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
 
 class InputError(Exception):
@@ -56,6 +57,25 @@ def add_output_flags(parser: argparse.ArgumentParser, plot_name: str) -> None:
     )
     plot.add_argument("--no-plot", dest="plot", action="store_const", const=None, help="draw no plot")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all that was measured to FILE")
+
+
+def check_outputs(plot: Path | None, json_file: Path | None) -> None:
+    """Find out before anything is measured whether its results can be written.
+
+    Raises:
+        InputError: a path has no folder, is a folder or may not be written, or the plot is of no known kind.
+    """
+    for name, path in (("plot", plot), ("json", json_file)):
+        if path is None:
+            continue
+        if not path.parent.is_dir():
+            raise InputError(f"{name} is {path}; there is no folder {path.parent}")
+        if path.is_dir():
+            raise InputError(f"{name} is {path}; that is a folder, not a file")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise InputError(f"{name} is {path}; it may not be written")
+    if plot is not None and plot.suffix.lower() not in PLOT_SUFFIXES:
+        raise InputError(f"plot is {plot}; its name must end in one of {', '.join(PLOT_SUFFIXES)}")
 
 
 def hardware_line(threads: int, dtype: str) -> str:

@@ -32,6 +32,15 @@ def prompt_of(length: int, generator: np.random.Generator, vocab_size: int) -> l
     return ids
 
 
+def drawn_length(around: int, generator: np.random.Generator) -> int:
+    """From half of `around` to half as much again."""
+    return int(generator.integers(-(-around // 2), longest_drawn(around), endpoint=True))
+
+
+def longest_drawn(around: int) -> int:
+    return around + around // 2
+
+
 def synthetic_session(system: list[int], users: Sequence[list[int]]) -> Conversation:
     """Each turn is all before it, the answer it got, and a new message."""
     prompt = list(system)
@@ -44,11 +53,13 @@ def synthetic_session(system: list[int], users: Sequence[list[int]]) -> Conversa
 def synthetic_sessions(
     count: int, *, turns: int, system_tokens: int, user_tokens: int, vocab_size: int, seed: int
 ) -> list[Conversation]:
-    """Sessions behind one system prompt, all of random tokens."""
+    """Sessions behind one system prompt, all of random tokens; a turn's length is drawn around `user_tokens`."""
     generator = np.random.default_rng(seed)
     system = prompt_of(system_tokens, generator, vocab_size)
     return [
-        synthetic_session(system, [prompt_of(user_tokens, generator, vocab_size) for _ in range(turns)])
+        synthetic_session(
+            system, [prompt_of(drawn_length(user_tokens, generator), generator, vocab_size) for _ in range(turns)]
+        )
         for _ in range(count)
     ]
 
@@ -83,15 +94,23 @@ class Holder:
     Args:
         ignore_eos: answers run to their full length.
         longest: a prompt past this many tokens ends its conversation.
+        seed: the length of each answer is drawn around answer_tokens, by session and turn; None: all have that many.
     """
 
     def __init__(
-        self, conversations: Iterable[Conversation], *, answer_tokens: int, ignore_eos: bool, longest: int
+        self,
+        conversations: Iterable[Conversation],
+        *,
+        answer_tokens: int,
+        ignore_eos: bool,
+        longest: int,
+        seed: int | None = None,
     ) -> None:
         self._waiting = enumerate(conversations)
         self._answer_tokens = answer_tokens
         self._ignore_eos = ignore_eos
         self._longest = longest
+        self._seed = seed
         self._open: dict[str, tuple[int, int, Conversation]] = {}
         self.cut_short = 0
 
@@ -121,4 +140,7 @@ class Holder:
             return
         name = f"session-{session}-turn-{turn}"
         self._open[name] = (session, turn, conversation)
-        yield Ask(name, prompt, self._answer_tokens, ignore_eos=self._ignore_eos)
+        answer_tokens = self._answer_tokens
+        if self._seed is not None:
+            answer_tokens = drawn_length(answer_tokens, np.random.default_rng([self._seed, session, turn]))
+        yield Ask(name, prompt, answer_tokens, ignore_eos=self._ignore_eos)

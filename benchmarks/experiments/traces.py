@@ -17,8 +17,11 @@ from __future__ import annotations
 
 import csv
 import json
+import lzma
+import math
 import re
 import tarfile
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -39,6 +42,22 @@ _SERVEGEN_WINDOW = 21_600
 _SERVEGEN_FILE = re.compile(r"chunk-(\d+)-(trace\.csv|dataset\.json)$")
 _PAIR = re.compile(r"(\d+):\s*([0-9.eE+-]+)")
 _MAX_LENGTH = 2**24
+#: What comes of a file that is not what it seems to be.
+_MALFORMED = (
+    OSError,
+    tarfile.TarError,
+    lzma.LZMAError,
+    zlib.error,
+    EOFError,
+    csv.Error,
+    ValueError,
+    OverflowError,
+    KeyError,
+    IndexError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +98,22 @@ def read_trace(path: Path, seed: int) -> list[TraceRequest]:
         InputError: the file can't be read, or is none of the known formats.
     """
     try:
-        if path.is_dir():
-            return _draw(_folder_files(path), path, seed)
-        if tarfile.is_tarfile(path):
-            return _draw(_archive_files(path), path, seed)
-        text = path.read_text(encoding="utf-8")
-    except (OSError, tarfile.TarError, UnicodeDecodeError) as error:
-        raise InputError(f"trace is {path}; it can't be read: {error}") from error
+        return _read(path, seed)
+    except _MALFORMED as error:
+        raise InputError(f"trace is {path}; it can't be read: {_describe(error)}") from error
+
+
+def _describe(error: Exception) -> str:
+    """In one line; a KeyError alone would be no more than a name."""
+    return repr(error) if isinstance(error, KeyError) else " ".join(str(error).split()) or type(error).__name__
+
+
+def _read(path: Path, seed: int) -> list[TraceRequest]:
+    if path.is_dir():
+        return _draw(_folder_files(path), path, seed)
+    if tarfile.is_tarfile(path):
+        return _draw(_archive_files(path), path, seed)
+    text = path.read_text(encoding="utf-8")
     first = text.partition("\n")[0]
     rows = _mooncake_rows(text, path) if first.startswith("{") else _azure_rows(text, path)
     return _requests(rows, path)
@@ -125,11 +153,19 @@ def _in_order(rows: Iterable[tuple[float, float, float]]) -> list[TraceRequest]:
 
 
 def _requests(rows: Iterable[tuple[float, int, int]], path: Path) -> list[TraceRequest]:
-    """Raises: InputError: none is left."""
+    """Raises: InputError: none is left, or they are endlessly far apart."""
     requests = _in_order(row for row in rows if 0 < row[1] <= _MAX_LENGTH and 0 < row[2] <= _MAX_LENGTH)
     if not requests:
         raise InputError(f"trace is {path}; it holds no request of at least one prompt token and one output token")
+    _finite(requests[-1].arrival, "the time from the first to the last request")
     return requests
+
+
+def _finite(value: float, name: str) -> float:
+    """Raises: ValueError: it is not."""
+    if not math.isfinite(value):
+        raise ValueError(f"{name} is {value}; it must be finite")
+    return value
 
 
 def _azure_rows(text: str, path: Path) -> Iterator[tuple[float, int, int]]:
@@ -141,13 +177,13 @@ def _azure_rows(text: str, path: Path) -> Iterator[tuple[float, int, int]]:
             "timestamp, input_length and output_length, nor a folder or archive of chunk-N-trace.csv and "
             "chunk-N-dataset.json"
         )
-    for number, row in enumerate(reader, 2):
-        try:
+    try:
+        for row in reader:
             # Seven digits of a second are one more than fromisoformat takes everywhere.
             time = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
             yield time, int(row["ContextTokens"]), int(row["GeneratedTokens"])
-        except (TypeError, ValueError) as error:
-            raise InputError(f"trace is {path}; line {number} is no request: {error}") from error
+    except _MALFORMED as error:
+        raise InputError(f"trace is {path}; line {reader.reader.line_num} is no request: {_describe(error)}") from error
 
 
 def _mooncake_rows(text: str, path: Path) -> Iterator[tuple[float, int, int]]:
@@ -156,9 +192,10 @@ def _mooncake_rows(text: str, path: Path) -> Iterator[tuple[float, int, int]]:
             continue
         try:
             record = json.loads(line)
-            yield float(record["timestamp"]) / 1e3, int(record["input_length"]), int(record["output_length"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise InputError(f"trace is {path}; line {number} is no request: {error!r}") from error
+            time = _finite(float(record["timestamp"]), "timestamp")
+            yield time / 1e3, int(record["input_length"]), int(record["output_length"])
+        except _MALFORMED as error:
+            raise InputError(f"trace is {path}; line {number} is no request: {_describe(error)}") from error
 
 
 # ---- ServeGen: distributions ----------------------------------------------------------------------------------------
@@ -195,7 +232,7 @@ def _draw(files: Mapping[str, str], path: Path, seed: int) -> list[TraceRequest]
                     rates.append(rate * (end - start))
     if not windows:
         raise InputError(f"trace is {path}; it holds no chunk-N-trace.csv with its chunk-N-dataset.json")
-    weights = np.asarray(rates) / sum(rates)
+    weights = np.asarray(rates) / _finite(sum(rates), "the sum of all rates")
     rows: list[tuple[float, int, int]] = []
     for index, count in enumerate(generator.multinomial(DRAWN_REQUESTS, weights).tolist()):
         if count:
@@ -211,8 +248,8 @@ def _read_lengths(files: Mapping[str, str], name: str, path: Path) -> Mapping[st
     dataset = name.replace("-trace.csv", "-dataset.json")
     try:
         content = json.loads(files.get(dataset, "{}"))
-    except ValueError as error:
-        raise InputError(f"trace is {path}; {dataset} is not JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"trace is {path}; {dataset} is not JSON: {_describe(error)}") from error
     if not isinstance(content, dict):
         raise InputError(f"trace is {path}; {dataset} is not a JSON object")
     return content
@@ -220,10 +257,13 @@ def _read_lengths(files: Mapping[str, str], name: str, path: Path) -> Mapping[st
 
 def _read_rates(text: str, name: str, path: Path) -> list[tuple[float, float, float]]:
     """(start, end, requests a second) of each window."""
+    reader = csv.reader(text.splitlines())
     try:
-        rows = [(float(row[0]), float(row[1])) for row in csv.reader(text.splitlines()) if row]
-    except (IndexError, ValueError) as error:
-        raise InputError(f"trace is {path}; {name} has a line without time and rate: {error}") from error
+        rows = [(_finite(float(row[0]), "time"), _finite(float(row[1]), "rate")) for row in reader if row]
+    except _MALFORMED as error:
+        raise InputError(
+            f"trace is {path}; {name}, line {reader.line_num} is no time and rate: {_describe(error)}"
+        ) from error
     starts = [start for start, _ in rows]
     width = starts[1] - starts[0] if len(starts) > 1 else 600.0
     return [(start, start + width, rate) for start, rate in rows]
@@ -234,7 +274,7 @@ def _draw_lengths(
 ) -> npt.NDArray[np.int64]:
     """`count` lengths of a distribution written as "{length: share, …}"."""
     pairs = [(int(length), float(share)) for length, share in _PAIR.findall(str(window.get(side, "")))]
-    total = sum(share for _, share in pairs)
+    total = _finite(sum(share for _, share in pairs), f"the sum of a window's {side}")
     if not pairs or not total > 0:
         raise InputError(f"trace is {path}; a window has no {side}")
     picks = generator.choice(len(pairs), count, p=[share / total for _, share in pairs])

@@ -5,7 +5,8 @@
 GPT-2's shape: by default 6 layers of 6 heads, 384 wide, a context of 256 characters, about 11 million weights. Weights
 are float32, products bf16. The last tenth of the text is for validation alone. Whenever the loss there is the best so
 far, FOLDER is written: config.json, model.safetensors, a tokenizer of characters. Ctrl-C ends the training and leaves
-what is best until then. There is no end-of-text token, so nothing ends early.
+what is best until then. A training that diverges, so that no loss there is finite, writes nothing and exits with 1.
+There is no end-of-text token, so nothing ends early.
 
 Both `pageframe serve --model FOLDER` and transformers' GPT2LMHeadModel load the folder.
 """
@@ -25,12 +26,14 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 
 from pageframe.benchmarks.experiments.report import EXIT_BAD_INPUT, EXIT_INTERRUPTED, InputError
 
+EXIT_DIVERGED = 1
 VALIDATION_SHARE = 0.1
 VALIDATION_WINDOWS = 64
 WINDOWS_AT_ONCE = 16
@@ -241,21 +244,34 @@ class Folder:
             "tokenizer_config.json": tokenizer_config,
         }
         self._tokenizer = character_tokenizer(characters)
+        self._unfinished = path / "model.safetensors.unfinished"
         try:
             path.mkdir(parents=True, exist_ok=True)
-            for name, content in self._files.items():
-                (path / name).write_text(json.dumps(content, indent=2) + "\n")
-            (path / "tokenizer.json").write_text(self._tokenizer.to_str(pretty=True))
+            self._unfinished.touch()  # a folder that can't be written is refused now, not after the first steps
+            self._unfinished.unlink()
         except OSError as error:
-            raise InputError(f"out is {path}; it can't be written: {error.strerror}") from error
+            raise self._unwritable(error) from error
 
     def save(self, model: CharGpt) -> None:
-        """Write the weights, in one piece or not at all."""
+        """Write the weights, in one piece or not at all, and with the first ones all else that a model needs.
+
+        Raises:
+            InputError: they can't be written.
+        """
         dtype = DTYPES[self._dtype]
         weights = {f"transformer.{name}": value.detach().to(dtype) for name, value in model.state_dict().items()}
-        unfinished = self.path / "model.safetensors.unfinished"
-        save_file(weights, unfinished, metadata={"format": "pt"})
-        unfinished.replace(self.path / "model.safetensors")
+        try:
+            save_file(weights, self._unfinished, metadata={"format": "pt"})
+            for name, content in self._files.items():
+                (self.path / name).write_text(json.dumps(content, indent=2) + "\n")
+            (self.path / "tokenizer.json").write_text(self._tokenizer.to_str(pretty=True))
+            self._unfinished.replace(self.path / "model.safetensors")
+        except (OSError, SafetensorError) as error:
+            raise self._unwritable(error) from error
+
+    def _unwritable(self, error: Exception) -> InputError:
+        reason = error.strerror if isinstance(error, OSError) else error
+        return InputError(f"out is {self.path}; it can't be written: {reason}")
 
 
 def validation_loss(model: CharGpt, windows: Tensor) -> float:
@@ -344,10 +360,14 @@ class Training:
                     self._validate(step, sum(losses) / len(losses))
                     losses.clear()
 
-    def keep_current(self) -> None:
-        """Save what there is, where nothing better was saved before."""
-        if self.best_step is None:
-            self._folder.save(self._model)
+    def keep_current(self) -> bool:
+        """Save what there is, where nothing better was saved before; whether the folder has weights then."""
+        if self.best_step is not None:
+            return True
+        if not all(bool(weights.isfinite().all()) for weights in self._model.parameters()):
+            return False
+        self._folder.save(self._model)
+        return True
 
     def _validate(self, step: Step, training_loss: float) -> None:
         loss = validation_loss(self._model, self._windows)
@@ -367,7 +387,11 @@ def say(line: str) -> None:
 
 
 def train(text: Text, shape: Shape, folder: Folder, recipe: Recipe) -> int:
-    """Train and save; the exit status."""
+    """Train and save; the exit status.
+
+    Raises:
+        InputError: the folder can't be written.
+    """
     torch.manual_seed(recipe.seed)
     model = CharGpt(shape, recipe.dropout)
     num_weights = sum(parameter.numel() for parameter in model.parameters())
@@ -379,7 +403,9 @@ def train(text: Text, shape: Shape, folder: Folder, recipe: Recipe) -> int:
     try:
         training.run()
     except KeyboardInterrupt:
-        training.keep_current()
+        if not training.keep_current():
+            say(f"stopped after step {training.last_step}; the training has diverged, and nothing was written")
+            return EXIT_INTERRUPTED
         kept = (
             f"the weights of step {training.best_step}, validation loss {training.best_loss:.3f}"
             if training.best_step is not None
@@ -387,6 +413,13 @@ def train(text: Text, shape: Shape, folder: Folder, recipe: Recipe) -> int:
         )
         say(f"stopped after step {training.last_step}; {folder.path} has {kept}")
         return EXIT_INTERRUPTED
+    if training.best_step is None:
+        print(
+            "train_char_gpt: the training diverged: no validation loss was finite, and nothing was written; "
+            f"learning_rate is {recipe.learning_rate}, a lower one may do",
+            file=sys.stderr,
+        )
+        return EXIT_DIVERGED
     say(f"{folder.path} has the weights of step {training.best_step}, validation loss {training.best_loss:.3f}")
     return 0
 
@@ -419,8 +452,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         check(name, getattr(options, name) >= 1, getattr(options, name), "at least 1")
     check("width", options.width % (2 * options.heads) == 0, options.width, f"a multiple of {2 * options.heads}")
     check("minutes", options.minutes is None or options.minutes > 0, options.minutes, "above 0")
-    check("learning_rate", options.learning_rate > 0, options.learning_rate, "above 0")
-    check("weight_decay", options.weight_decay >= 0, options.weight_decay, "at least 0")
+    check("learning_rate", 0 < options.learning_rate < math.inf, options.learning_rate, "above 0 and finite")
+    check("weight_decay", 0 <= options.weight_decay < math.inf, options.weight_decay, "at least 0 and finite")
     check("dropout", 0 <= options.dropout < 1, options.dropout, "at least 0 and below 1")
     return options
 
@@ -451,7 +484,11 @@ def main(arguments: list[str] | None = None) -> int:
         validate_every=options.validate_every,
         seed=options.seed,
     )
-    return train(text, shape, folder, recipe)
+    try:
+        return train(text, shape, folder, recipe)
+    except InputError as error:
+        print(f"train_char_gpt: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
 
 
 if __name__ == "__main__":

@@ -16,11 +16,14 @@ from pageframe.api.cli import main
 from pageframe.benchmarks.experiments import batching, batching_parts, batching_report, driver
 from pageframe.benchmarks.experiments.batching_parts import Part, TailWatch, gap_metrics, latency_metrics, take_turns
 from pageframe.benchmarks.experiments.driver import Agreement, Answer, Ask, OutOfTimeError, compare, serve
-from pageframe.benchmarks.experiments.report import TimeBudget
+from pageframe.benchmarks.experiments.report import InputError, TimeBudget
 from pageframe.benchmarks.experiments.sessions import Holder, synthetic_session, synthetic_sessions
 from pageframe.runtime.config import EngineConfig
 from pageframe.runtime.engine import Engine
 from pageframe.runtime.engine_builder import build_engine
+from pageframe.runtime.errors import EngineError
+from pageframe.runtime.model_runner import ModelRunner
+from pageframe.runtime.sampler import Sampler
 
 
 def chain_hash_engine(**changes: Any) -> Engine:
@@ -145,7 +148,28 @@ def test_drawn_sessions_share_one_system_prompt() -> None:
     assert prompts == make(1) != make(2)
     assert {tuple(prompt[:20]) for prompt in prompts} == {tuple(prompts[0][:20])}
     assert len({tuple(prompt) for prompt in prompts}) == 3
-    assert {len(prompt) for prompt in prompts} == {25}
+    assert all(20 + 3 <= len(prompt) <= 20 + 7 for prompt in prompts)
+
+
+def test_drawn_lengths_do_not_end_with_their_blocks() -> None:
+    talks = synthetic_sessions(8, turns=2, system_tokens=21, user_tokens=8, vocab_size=1000, seed=1)
+    holder = Holder(talks, answer_tokens=4, ignore_eos=True, longest=54, seed=1)
+    answers = serve(chain_hash_engine(), holder.first(4), plenty(), follow=holder.follow)
+    assert {len(answer.tokens) for answer in answers} == {2, 3, 4, 5, 6}
+    assert len({len(answer.ask.prompt) % 16 for answer in answers}) > 5
+    again = Holder(
+        synthetic_sessions(8, turns=2, system_tokens=21, user_tokens=8, vocab_size=1000, seed=1),
+        answer_tokens=4,
+        ignore_eos=True,
+        longest=54,
+        seed=1,
+    )
+    # Another number at once, another order of the turns: the same lengths.
+    theirs = serve(chain_hash_engine(), again.first(1), plenty(), follow=again.follow)
+    assert compare(theirs, answers, chain_hash_engine()) == Agreement(equal=16)
+    sizes = batching_parts.Sizes()
+    assert sizes.system_tokens % batching.BLOCK_SIZE
+    assert batching_parts.QUICK.system_tokens % batching.BLOCK_SIZE
 
 
 # ---- counting -------------------------------------------------------------------------------------------------------
@@ -161,7 +185,36 @@ def test_latencies_by_hand() -> None:
     assert metrics["ttft_mean_ms"] == pytest.approx(2000)
     assert metrics["latency_mean_ms"] == pytest.approx(4500)
     assert metrics["latency_p50_ms"] == pytest.approx(4500)
-    assert metrics["ttft_p99_ms"] == pytest.approx(1000 + 0.99 * 2000)
+    assert metrics["ttft_max_ms"] == pytest.approx(3000)
+    assert "ttft_p99_ms" not in metrics  # two values have none
+
+
+def test_a_99th_percentile_takes_a_hundred_values() -> None:
+    few = latency_metrics([answer_of(str(i), 0.0, [1.0 + i]) for i in range(99)])
+    assert "ttft_p99_ms" not in few
+    many = latency_metrics([answer_of(str(i), 0.0, [1.0 + i]) for i in range(101)])
+    assert many["ttft_p99_ms"] == pytest.approx(100_000)
+    assert many["ttft_max_ms"] == pytest.approx(101_000)
+    ways = [f"{level}, all at once" for level in (batching_parts.REQUEST_LEVEL, batching_parts.ITERATION_LEVEL)]
+    for runs, names, words in (
+        ((many, many), {"latency p99", "TTFT p99"}, "the p99 of the time to first token 100.00 s"),
+        ((many, few), {"latency longest", "TTFT longest"}, "the longest time to first token 99.00 s against 101.00 s"),
+    ):
+        part = Part("batching", ways={way: [run] for way, run in zip(ways, runs, strict=True)})
+        assert names <= set(batching_report.draw_table(part).columns[0].cells)
+        assert words in batching_report.sentences(part)[0]
+
+
+def test_few_gaps_have_a_longest_one_and_no_percentile() -> None:
+    gaps = {"tokens_per_second": 1.0, "long_ttft_p50_ms": 5.0, "num_gaps": 9.0, "gap_p50_ms": 2.0, "gap_max_ms": 30.0}
+    part = Part("chunks", ways={"chunks of 8": [gaps], "whole prompts": [gaps | {"gap_max_ms": 60.0}]})
+    assert (
+        "the longest gap between tokens of running requests is 30 ms in chunks and 60 ms with whole prompts (2.0x)."
+        in (batching_report.sentences(part)[0])
+    )
+    headings = list(batching_report.draw_table(part).columns[0].cells)
+    assert "gap p99" not in headings
+    assert headings.count("longest gap") == 1
 
 
 def test_only_gaps_while_a_long_prompt_waits_count() -> None:
@@ -219,10 +272,30 @@ def test_answers_that_part_are_told_apart_from_ties(engine: Engine, monkeypatch:
     assert compare(answers, shorter, engine) == Agreement(equal=1, different=1)
     other_prompt = [Answer(Ask("a", [1, 2, 3], 4), 0.0, [1], [1.0]), answers[1]]
     assert compare(answers, other_prompt, engine) == Agreement(equal=1, skipped=1)
+    assert compare(answers, answers[1:], engine) == Agreement(equal=1, skipped=1)
+    assert compare(answers[:1], answers[1:], engine) == Agreement(skipped=2)
+
+
+@pytest.mark.parametrize(
+    ("compute", "expected"), [("bfloat16", Agreement(one_step=1)), ("float32", Agreement(different=1))]
+)
+def test_neighbours_are_those_of_the_arithmetic_not_of_the_stored_type(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, compute: str, expected: Agreement
+) -> None:
+    assert engine.resolved.dtype == "bf16"
+    monkeypatch.setattr(driver, "_logits", lambda *args: (20.0, 19.9))  # 0.1 apart: past a tie, within bf16's 0.125
+    assert isinstance(engine.runner, ModelRunner)
+    resolved = replace(engine.resolved, compute_dtype=compute)
+    machine = Engine(resolved, engine.runner, Sampler(engine.runner.logits))
+    ask = Ask("a", [1, 2], 1)
+    assert compare([Answer(ask, 0.0, [3], [1.0])], [Answer(ask, 0.0, [4], [1.0])], machine) == expected
 
 
 def test_the_next_number_of_a_type() -> None:
-    assert [driver.spacing(value, "bf16") for value in (16.0, 17.5, -31.9, 32.0, 1.0)] == [0.125] * 3 + [0.25, 2**-7]
+    assert [driver.spacing(value, "bfloat16") for value in (16.0, 17.5, -31.9, 32.0, 1.0)] == [0.125] * 3 + [
+        0.25,
+        2**-7,
+    ]
     assert driver.spacing(20.0, "float32") == 2**-19
 
 
@@ -406,6 +479,39 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
         "--json",
     ):
         assert flag in text
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "words"),
+    [
+        (InputError("sessions hold no prompt"), 2, "sessions hold no prompt"),
+        (EngineError("a forward pass failed"), 1, "a forward pass failed"),
+        (MemoryError(), 1, "out of memory"),
+    ],
+)
+@pytest.mark.usefixtures("little_work")
+def test_a_part_that_fails_takes_no_other_with_it(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    error: Exception,
+    status: int,
+    words: str,
+) -> None:
+    def fail(*args: Any, **settings: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(batching_parts, "measure_prefix_cache", fail)
+    flags = ["--part", "chunks", "--part", "prefix", "--part", "blocks", "--json", str(tmp_path / "x.json")]
+    assert main(["bench", "batching", *SMALL, *flags, "--plot", str(tmp_path / "x.png")]) == status
+    captured = capsys.readouterr()
+    assert f"pageframe: part prefix failed: {words}" in captured.err
+    assert "Traceback" not in captured.err
+    for title in ("gaps between tokens while long prompts arrive", "block size, on half"):
+        assert title in " ".join(captured.out.split())
+    parts = json.loads((tmp_path / "x.json").read_text())["parts"]
+    assert {name: part["failure"] for name, part in parts.items()} == {"chunks": "", "prefix": words, "blocks": ""}
+    assert parts["blocks"]["ways"]["16"]
 
 
 @pytest.mark.usefixtures("little_work")

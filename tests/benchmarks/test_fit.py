@@ -61,6 +61,14 @@ def test_a_trace_may_end_before_the_pool_is_full() -> None:
     assert all(fill(way, pool, requests_of((3, 2))).emptied for way in fit.WAYS)
 
 
+def test_a_pool_past_all_bounds_costs_no_more_than_the_trace() -> None:
+    pool = Pool(num_blocks=10**25, block_size=4, max_len=12, max_tokens=5)
+    for way in fit.WAYS:
+        filled = fill(way, pool, requests_of((3, 2), (6, 4)))
+        assert (filled.requests, filled.used, filled.emptied) == (2, 15, True)
+        assert filled.used + filled.wasted + filled.left == pool.num_slots
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_the_real_tables_agree_with_arithmetic(seed: int) -> None:
     chance = random.Random(seed)
@@ -155,6 +163,75 @@ def test_a_trace_that_cannot_be_used_is_named(tmp_path: Path, text: str, complai
     assert str(raised.value).startswith(f"trace is {path}; ")
 
 
+def mooncake_of(timestamp: str, prompt: str = "1", output: str = "1") -> str:
+    return MOONCAKE + f'{{"timestamp": {timestamp}, "input_length": {prompt}, "output_length": {output}}}\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (mooncake_of("Infinity"), 3),
+        (mooncake_of("NaN"), 3),
+        (mooncake_of("1" + "0" * 400), 3),
+        (mooncake_of("1", prompt="Infinity"), 3),
+        (mooncake_of("1", output="NaN"), 3),
+        (mooncake_of("[1]"), 3),
+        (mooncake_of("1", prompt="null"), 3),
+        (MOONCAKE + "[1, 2]\n", 3),
+        (MOONCAKE + "[" * 100_000 + "\n", 3),
+        (AZURE + "2023-11-16 18:15:50,1," + "9" * 200_000 + "\n", 5),
+        (AZURE + "2023-11-16 18:15:50\n", 5),
+        (AZURE + "\n2023-11-16 18:15:50,NaN,1\n", 6),
+        ("TIMESTAMP" * 20_000, None),
+    ],
+)
+def test_garbage_is_one_line_that_names_its_place(tmp_path: Path, text: str, line: int | None) -> None:
+    path = tmp_path / "trace"
+    path.write_text(text)
+    with pytest.raises(InputError) as raised:
+        read_trace(path, 0)
+    place = "it can't be read: " if line is None else f"line {line} is no request: "
+    assert str(raised.value).startswith(f"trace is {path}; {place}")
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "complaint"),
+    [
+        ("chunk-0-trace.csv", "0,1\n600,NaN\n", "chunk-0-trace.csv, line 2 is no time and rate"),
+        ("chunk-0-trace.csv", "0,1\nInfinity,1\n", "chunk-0-trace.csv, line 2 is no time and rate"),
+        ("chunk-0-trace.csv", "0," + "1" * 200_000, "chunk-0-trace.csv, line 1 is no time and rate"),
+        ("chunk-0-trace.csv", "0,1e308\n600,1e308\n", "the sum of all rates is inf; it must be finite"),
+        ("chunk-0-dataset.json", "[]", "chunk-0-dataset.json is not a JSON object"),
+        ("chunk-0-dataset.json", '{"0": 3, "21600": [1]}', "it can't be read: "),
+        ("chunk-0-dataset.json", '{"0": {"input_tokens": "{1: 1e999}"}}', "input_tokens is inf; it must be finite"),
+        ("chunk-0-dataset.json", '{"0": {"input_tokens": "{1: 1.2.3}"}}', "it can't be read: "),
+    ],
+)
+def test_garbage_in_distributions_is_named(tmp_path: Path, name: str, text: str, complaint: str) -> None:
+    for file, content in (SERVEGEN | {"chunk-0-trace.csv": "0,1\n600,1\n", name: text}).items():
+        (tmp_path / file).write_text(content)
+    with pytest.raises(InputError) as raised:
+        read_trace(tmp_path, 0)
+    assert complaint in str(raised.value)
+    assert str(raised.value).startswith(f"trace is {tmp_path}; ")
+
+
+@pytest.mark.parametrize("kind", ["xz", "gz", "bz2"])
+@pytest.mark.parametrize("kept", [0.3, 0.6, 0.95])
+def test_a_truncated_archive_is_named(tmp_path: Path, kind: str, kept: float) -> None:
+    path = tmp_path / f"clients.tar.{kind}"
+    content = random.Random(0).randbytes(40_000)  # it does not shrink, so that the cut is in the middle of it
+    with tarfile.open(path, f"w:{kind}") as writer:
+        member = tarfile.TarInfo("chunk-0-trace.csv")
+        member.size = len(content)
+        writer.addfile(member, io.BytesIO(content))
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * kept)])
+    with pytest.raises(InputError) as raised:
+        read_trace(path, 0)
+    assert str(raised.value).startswith(f"trace is {path}; it can't be read: ")
+
+
 def test_a_folder_without_clients_is_no_trace(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"it holds no chunk-N-trace\.csv"):
         read_trace(tmp_path, 0)
@@ -231,6 +308,16 @@ def test_a_whole_run(tmp_path: Path, model: str, capsys: pytest.CaptureFixture[s
     assert not content["partial"]
 
 
+def test_more_memory_than_there_is_in_the_world(tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mooncake.jsonl"
+    path.write_text(MOONCAKE)
+    flags = ["--model", model, "--kv-memory", "1000000000GiB", "--trace", str(path), "--quick", "--no-plot"]
+    assert main(["bench", "fit", *flags]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Paged, the pool holds 2 requests at once" in text
+    assert "prompts 8 tokens (longest 10)" in text  # two values have no 99th percentile
+
+
 def test_the_seed_gives_the_same_numbers(tmp_path: Path, model: str) -> None:
     written = []
     for seed in ("5", "5", "6"):
@@ -272,8 +359,8 @@ def test_ctrl_c_prints_what_was_measured(
         (["--orders", "0"], "orders is 0; it must be from 1 to 10000"),
         (["--seed", "-1"], "seed is -1; it must be at least 0"),
         (["--trace", "no/such/file"], "trace is no/such/file; it can't be read"),
-        (["--json", "no/such/folder/x.json"], "json is no/such/folder/x.json; it can't be written"),
-        (["--plot", "no/such/folder/x.png"], "plot is no/such/folder/x.png; it can't be written"),
+        (["--json", "no/such/folder/x.json"], "json is no/such/folder/x.json; there is no folder no/such/folder"),
+        (["--plot", "no/such/folder/x.png"], "plot is no/such/folder/x.png; there is no folder no/such/folder"),
         (["--model", "no/such/model"], "model 'no/such/model' is not 'default'"),
     ],
 )

@@ -86,6 +86,39 @@ def test_all_ways_make_the_same_tokens_and_take_the_memory_of_the_formula(
     assert "not measured" not in out
 
 
+def test_a_prompt_of_whole_blocks_has_room_for_its_first_token(tiny_model: str, tmp_path: Path) -> None:
+    sizes = ("--requests", "2", "--new-tokens", "1", "17", "--prompt-len", "16", "--dtype", "float32")
+    assert bench(tiny_model, *sizes, "--json", str(tmp_path / "r.json")) == 0
+    (race,) = json.loads((tmp_path / "r.json").read_text())["races"]
+    paged = race["ways"]["paged"]
+    assert paged["bytes_of_tensors"] == paged["bytes"]
+    assert paged["bytes"]["1"] == {"reserved": 2 * 32 * 768, "used": 2 * 16 * 768}
+    assert paged["bytes"]["17"] == {"reserved": 2 * 32 * 768, "used": 2 * 32 * 768}
+
+
+def test_different_tokens_are_a_failure(
+    tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = ContiguousWay.step
+
+    def worst_at_the_end(self: ContiguousWay, tokens: Tokens) -> Tokens:
+        made = step(self, tokens)
+        if self.keeps and tokens.shape == (1, 20):
+            made[0] = int(self._logits[0].argmin())
+        return made
+
+    def gap(self: ContiguousWay, request: int, token: int) -> LogitGap:
+        return LogitGap(9.0, 0.125)
+
+    monkeypatch.setattr(ContiguousWay, "step", worst_at_the_end)
+    monkeypatch.setattr(ContiguousWay, "logit_gap", gap)
+    assert bench(tiny_model, *SIZES, "--json", str(tmp_path / "r.json")) == 1
+    out = capsys.readouterr().out
+    assert "The ways do NOT make the same tokens: 2 differ where the logits are no tie (concatenated, reserved" in out
+    races = json.loads((tmp_path / "r.json").read_text())["races"]
+    assert races[0]["ways"]["concatenated"]["tokens"]["different"] == 1
+
+
 def test_what_does_not_fit_the_time_is_not_measured(tiny_model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench(tiny_model, *SIZES, "--budget", "0.000001") == 0
     out = capsys.readouterr().out
@@ -119,11 +152,14 @@ def test_an_interrupt_keeps_what_was_measured(
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--new-tokens", "16", "250"), "new-tokens is 250; behind a prompt of 32 tokens this model has room for 223"),
-        (("--new-tokens", "16", "--max-len", "47"), "max-len is 47; it must be from 48, the longest request, to 256"),
-        (("--new-tokens", "16", "--max-len", "257"), "max-len is 257; it must be from 48, the longest request, to 256"),
+        (("--new-tokens", "16", "250"), "new-tokens is 250; behind a prompt of 37 tokens this model has room for 218"),
+        (("--new-tokens", "16", "--max-len", "47"), "max-len is 47; it must be from 53, the longest request, to 256"),
+        (("--new-tokens", "16", "--max-len", "257"), "max-len is 257; it must be from 53, the longest request, to 256"),
         (("--new-tokens", "16", "--memory", "much"), "memory is 'much' is not a size"),
-        (("--new-tokens", "16", "--requests", "99999999"), "requests is 99999999; so many requests of 48 tokens take"),
+        (("--new-tokens", "16", "--requests", "99999999"), "requests is 99999999; so many requests of 53 tokens take"),
+        (("--new-tokens", "16", "--plot", "nowhere/r.png"), "plot is nowhere/r.png; there is no folder nowhere"),
+        (("--new-tokens", "16", "--plot", "r.txt"), "plot is r.txt; its name must end in one of .png, .svg, .pdf"),
+        (("--new-tokens", "16", "--json", "."), "json is .; that is a folder, not a file"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -300,6 +336,7 @@ def test_memory_by_hand() -> None:
     assert held[Kind.RESERVED] == Held(600, 240)
     assert held[Kind.PAGED] == Held(240, 240)
     assert shape.held(Kind.PAGED, 3, 5, 5) == Held(360, 270)
+    assert shape.held(Kind.PAGED, 3, 8, 1) == Held(360, 240), "a block more for the first token"
     assert shape.held(Kind.GROWN, 1, 5, 1) == Held(50, 50)
     assert (held[Kind.RESERVED].wasted, held[Kind.RESERVED].waste_share) == (360, 0.6)
     fits = {kind: shape.requests_that_fit(kind, 1000, 5, 5) for kind in Kind}

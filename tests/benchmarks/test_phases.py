@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from pageframe.api.cli import main
-from pageframe.benchmarks.experiments import phases_report
+from pageframe.benchmarks.experiments import phases_measure, phases_report
 from pageframe.benchmarks.experiments.floor import Floor, Floors, Machine
 from pageframe.benchmarks.experiments.phases_report import Cell, Results
+from pageframe.benchmarks.experiments.report import TimeBudget
 from pageframe.runtime.config import ModelConfig
 from pageframe.runtime.engine import Engine
 from pageframe.runtime.request import RequestOutput
@@ -63,14 +64,18 @@ def test_floors_by_hand() -> None:
     # K and V of 2 layers, 2 heads of 2 elements, 2 bytes each: 32 bytes a token.
     assert Floors(CONFIG, "bf16", slow_memory).decode([10, 20]) == Floor(weight_bytes + 30 * 32, "reading")
     assert Floors(CONFIG, "float32", slow_memory).decode([10]) == Floor(2 * weight_bytes + 10 * 64, "reading")
-    assert Floors(CONFIG, "bf16", slow_memory).prefill(10, 3) == Floor(3 * weight_bytes, "reading")
+    # Chunks of 4, 4 and 2 tokens, behind 0, 4 and 8 others; behind 5 cached ones, behind 5, 9 and 13.
+    chunks = 2 * (3 * LAYER_WEIGHTS + OUTPUT_WEIGHTS)
+    assert Floors(CONFIG, "bf16", slow_memory).prefill(10, 4) == Floor(chunks + (4 + 8) * 32, "reading")
+    cached = Floors(CONFIG, "bf16", slow_memory).prefill(10, 4, start=5)
+    assert cached == Floor(chunks + (5 + 9 + 13) * 32, "reading")
     # Attention: 4 flops for each key seen, element, head and layer.
     decode = 2 * 2 * (LAYER_WEIGHTS + OUTPUT_WEIGHTS) + 30 * 4 * 2 * 4 * 2
     assert Floors(CONFIG, "bf16", slow_products).decode([10, 20]) == Floor(decode, "arithmetic")
     prefill = 2 * (3 * LAYER_WEIGHTS + OUTPUT_WEIGHTS) + (1 + 2 + 3) * 4 * 2 * 4 * 2
-    assert Floors(CONFIG, "bf16", slow_products).prefill(3, 1) == Floor(prefill, "arithmetic")
+    assert Floors(CONFIG, "bf16", slow_products).prefill(3, 8) == Floor(prefill, "arithmetic")
     behind = prefill + 3 * 5 * 4 * 2 * 4 * 2
-    assert Floors(CONFIG, "bf16", slow_products).prefill(3, 1, start=5) == Floor(behind, "arithmetic")
+    assert Floors(CONFIG, "bf16", slow_products).prefill(3, 8, start=5) == Floor(behind, "arithmetic")
 
 
 def test_a_window_bounds_what_is_read() -> None:
@@ -80,6 +85,12 @@ def test_a_window_bounds_what_is_read() -> None:
         Floors(CONFIG, "bf16", machine).decode([10]).seconds - Floors(windowed, "bf16", machine).decode([10]).seconds
         == 6 * 16
     )
+
+
+def test_a_prompt_behind_a_window_reads_what_its_first_query_sees() -> None:
+    windowed = Floors(CONFIG.replace(windows=(4, None)), "bf16", Machine(bandwidth=1.0, flops=1e30))
+    # Of 10 tokens before it, the first query sees 3 besides itself in one layer, all in the other.
+    assert windowed.prefill(5, 8, start=10).seconds - windowed.prefill(5, 8).seconds == (3 + 10) * 16
 
 
 def test_every_phase_is_measured_beside_its_floor(
@@ -112,6 +123,31 @@ def test_what_does_not_fit_the_time_is_not_measured(tiny_model: str, capsys: pyt
     assert "Prefill and decode were not measured." in out
 
 
+def test_a_chat_whose_time_ends_within_an_answer_is_not_measured(
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class ThirtySteps(TimeBudget):
+        asked = 0
+
+        def allows(self, expected_seconds: float = 0.0) -> bool:
+            self.asked += 1
+            return self.asked <= 30
+
+    monkeypatch.setattr(phases_measure, "TimeBudget", ThirtySteps)
+    assert bench(tiny_model, *SIZES, "--json", str(tmp_path / "r.json")) == 0
+    results = json.loads((tmp_path / "r.json").read_text())
+    assert results["chats"] == [], "the first answer has 64 tokens"
+    assert list(results["first_tokens"]) == ["8", "40"], "the next measurement has a time of its own"
+
+
+def test_more_numbers_of_requests_than_colors_are_drawn(tmp_path: Path) -> None:
+    requests = (1, 2, 3, 4, 5, 6, 7)
+    results = Results((64,), (64, 256), requests, ())
+    results.decode = {(context, number): Cell(0.02, 0.01, "reading") for context in (64, 256) for number in requests}
+    phases_report.plot(results, tmp_path / "r.svg")
+    assert "<svg" in (tmp_path / "r.svg").read_text()
+
+
 def test_an_interrupt_keeps_what_was_measured(
     tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,6 +172,7 @@ def test_an_interrupt_keeps_what_was_measured(
     [
         (("--prompt-lens", "64", "512"), "prompt-lens is 512; this model has room for 511"),
         (("--contexts", "500"), "contexts is 500; this model has room for 487"),
+        (("--json", "nowhere/r.json"), "json is nowhere/r.json; there is no folder nowhere"),
     ],
 )
 def test_bad_input_is_one_line(

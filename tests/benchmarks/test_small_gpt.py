@@ -137,6 +137,25 @@ def test_the_best_checkpoint_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [torch.equal(stored, weights) for weights in seen] == [False, True, False]
 
 
+def test_a_training_that_diverges_claims_no_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train_char_gpt, "validation_loss", lambda model, windows: math.nan)
+    assert train(tmp_path, "--steps", "4", "--validate-every", "2") == 1
+    captured = capsys.readouterr()
+    (line,) = captured.err.strip().splitlines()  # the bar leaves an empty one
+    assert line.startswith("train_char_gpt: the training diverged: no validation loss was finite")
+    assert "has the weights" not in captured.out
+    assert list((tmp_path / "model").iterdir()) == []
+
+
+def test_a_model_that_cannot_be_saved_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model" / "model.safetensors").mkdir(parents=True)
+    assert train(tmp_path, "--steps", "2") == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()  # the bar leaves an empty one
+    assert line.startswith(f"train_char_gpt: out is {tmp_path / 'model'}; it can't be written: ")
+
+
 @pytest.mark.parametrize(
     ("validate_every", "kept"), [("100", "the weights as they are, not validated"), ("2", "the weights of step 2, ")]
 )
@@ -168,6 +187,8 @@ def test_ctrl_c_saves_what_there_is(
         (TEXT.encode(), ("--width", "30", "--heads", "4"), "width is 30; it must be a multiple of 8"),
         (TEXT.encode(), ("--steps", "0"), "steps is 0; it must be at least 1"),
         (TEXT.encode(), ("--dropout", "1"), "dropout is 1.0; it must be at least 0 and below 1"),
+        (TEXT.encode(), ("--learning-rate", "nan"), "learning_rate is nan; it must be above 0 and finite"),
+        (TEXT.encode(), ("--learning-rate", "inf"), "learning_rate is inf; it must be above 0 and finite"),
         (TEXT.encode(), ("--out", "/dev/null"), "out is /dev/null; it can't be written"),
     ],
 )
@@ -230,7 +251,9 @@ def test_different_texts_are_noticed(
     original = small_gpt.Recomputed.tokens
     monkeypatch.setattr(small_gpt.Recomputed, "tokens", tokens)
     assert small_gpt.main([str(model), "--quick", "--no-plot", "--tokens", "12"]) == 1
-    assert "the texts differ from output token 9 on" in capsys.readouterr().err
+    captured = capsys.readouterr()
+    assert "the texts differ from output token 9 on" in captured.err
+    assert "the text is the same" not in " ".join(captured.out.split())
 
 
 def test_ctrl_c_keeps_what_was_measured(
@@ -286,6 +309,17 @@ def test_medians_and_ratios_by_hand() -> None:
     assert results.ratio(filling) == 3.5
     assert results.ratio(whole) == results.ratio(sliding) == 4.0  # the run that was cut short is not counted
     assert results.first_difference() is None
+
+
+def test_the_words_say_whether_the_texts_are_the_same() -> None:
+    results = results_of(cached=[[1.0] * 6, [1.0] * 6], recomputed=[[4.0] * 6])
+    assert "4.0 times as fast as without it, and the text is the same;" in small_gpt.in_words(results)[0]
+    results.runs["recomputed"][0].token_ids[5] = 2
+    results.runs["cached"][1].token_ids[3] = 7
+    assert results.first_difference() == 3
+    words = small_gpt.in_words(results)[0]
+    assert "4.0 times as fast as without it, but the texts differ from output token 3 on;" in words
+    assert "the same" not in words
 
 
 def test_what_was_not_reached_is_not_measured() -> None:
