@@ -27,6 +27,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from pathlib import Path
 from statistics import median
@@ -422,19 +423,27 @@ def _hit_rate(turns: list[Turn]) -> float:
 
 
 def measure_cost(report: Report, work: Work, num_runs: int) -> bool:
-    report.note("loading two engines")
+    report.note("loading engines")
     # Two runs fill the pool, so that from the third on every new block evicts a cached one.
     num_blocks = 2 * work.requests * -(-(work.prompt + work.output) // 16)
     settings: dict[str, Any] = {"num_blocks": num_blocks, "max_model_len": work.prompt + work.output}
-    engines = (
-        build_engine(EngineConfig(prefix_cache=True, **settings)),
-        build_engine(EngineConfig(prefix_cache=False, **settings)),
-    )
-    for engine in engines:
-        _touch_all_memory(engine)
-    seconds_on, seconds_off = report.progress(
-        "nothing shared", num_runs + 1, lambda advance: unshared_runs(engines, work, num_runs, advance)
-    )
+    # Which of two engines in one process was built first might matter; so half of the pairs are built the other way round.
+    seconds_on: list[float] = []
+    seconds_off: list[float] = []
+    for cached_first in (True, False):
+        built = {
+            cached: build_engine(EngineConfig(prefix_cache=cached, **settings))
+            for cached in (cached_first, not cached_first)
+        }
+        for engine in built.values():
+            _touch_all_memory(engine)
+        engines, num_pairs = (built[True], built[False]), (num_runs + cached_first) // 2
+        on, off = report.progress("nothing shared", num_pairs + 1, partial(unshared_runs, engines, work, num_pairs))
+        throughput = paired_ratio(off, on)
+        order = "with the cache" if cached_first else "without it"
+        report.out.print(f"The engine {order} built first: ratio {throughput.ratio:.4f} of {num_pairs} pairs.")
+        seconds_on += on
+        seconds_off += off
     throughput = paired_ratio(seconds_off, seconds_on)
     tokens = work.requests * (work.prompt + work.output)
     report.table(
