@@ -427,7 +427,7 @@ def measure_cost(report: Report, work: Work, num_runs: int) -> bool:
     # Two runs fill the pool, so that from the third on every new block evicts a cached one.
     num_blocks = 2 * work.requests * -(-(work.prompt + work.output) // 16)
     settings: dict[str, Any] = {"num_blocks": num_blocks, "max_model_len": work.prompt + work.output}
-    # Which of two engines in one process was built first might matter; so half of the pairs are built the other way round.
+    # Which of two engines in one process was built first might matter: half of the pairs are built the other way round.
     seconds_on: list[float] = []
     seconds_off: list[float] = []
     for cached_first in (True, False):
