@@ -32,7 +32,7 @@ CACHED_STYLE = "bright_blue"
 MAX_WAITS = 8
 #: Why a prefix lookup went no further, by the reason that /inspect gives.
 LOOKUP_ENDS = {
-    "complete": "as much as there can be",
+    "partial block": "as much as there can be",
     "differs": "no computed prefix goes on as it does",
     "evicted": "the next block was evicted",
     "salt": "only requests that it shares nothing with have it",

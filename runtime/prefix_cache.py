@@ -74,7 +74,7 @@ class Lookup:
 
     Args:
         entries: of the leading full blocks, in order.
-        reason: "complete" (only the last, partial block is left to compute), "differs" (no computed prefix goes on
+        reason: "partial block" (only the last, partial block is left to compute), "differs" (no computed prefix goes on
             with these tokens), "evicted" (one did, but its block was reused in step `evicted_step`), "salt" (only
             other salts have it), "logprobs" (the request wants logprobs of its prompt, so all of it is computed),
             "recompute" (the next block is in host memory, but copying costs more than computing) or "off".
@@ -143,7 +143,7 @@ class PrefixCache:
         entry = self._roots.get(salt)
         if entry is None:
             found = max_blocks > 0 and token_ids[: self._bytes_per_block // TOKEN_BYTES].tobytes() in self._first_blocks
-            return Lookup([], "salt" if found else "differs" if max_blocks else "complete")
+            return Lookup([], "salt" if found else "differs" if max_blocks else "partial block")
         data, width = token_ids.tobytes(), self._bytes_per_block
         entries: list[Entry] = []
         for start in range(0, max_blocks * width, width):
@@ -155,7 +155,7 @@ class PrefixCache:
                 return Lookup(entries, "evicted", child.evicted_step)
             entries.append(child)
             entry = child
-        return Lookup(entries, "complete")
+        return Lookup(entries, "partial block")
 
     def use(self, entries: Sequence[Entry]) -> None:
         """A request goes on from these. None of their copies in host memory is given up before the next call."""

@@ -184,7 +184,7 @@ def test_a_choice_that_waits_for_the_first_one() -> None:
     assert any(line.endswith("now for the first choice, which computes the prompt") for line in lines)
 
 
-@pytest.mark.parametrize("reason", ["complete", "differs", "evicted", "salt", "logprobs", "recompute", "off"])
+@pytest.mark.parametrize("reason", ["partial block", "differs", "evicted", "salt", "logprobs", "recompute", "off"])
 def test_every_end_of_a_lookup_has_words(reason: str) -> None:
     prefix = {"hit_tokens": 32, "reason": reason, "evicted_step": None}
     lines = render(draw_request(make_request(FIRST, [1, 2, 3], 40, 42, prefix=prefix), BLOCK_SIZE), 200)

@@ -128,7 +128,7 @@ def test_a_request_finds_whole_blocks_and_computes_at_least_its_last_token(num_b
     scene = Scene()
     scene.compute(range(16))
     expected = num_blocks if beyond == 1 else num_blocks - 1
-    assert scene.found(range(num_blocks * SIZE + beyond)) == (expected, "complete")
+    assert scene.found(range(num_blocks * SIZE + beyond)) == (expected, "partial block")
 
 
 def test_without_a_prefix_cache_nothing_is_found_and_freed_blocks_are_free() -> None:
@@ -158,7 +158,7 @@ def test_what_slid_out_of_a_context_is_not_looked_up() -> None:
     assert scene.manager.lookup(request).reason == "differs"
     request.context_start = 8
     lookup = scene.manager.lookup(request)
-    assert (len(lookup.entries), lookup.reason) == (1, "complete")
+    assert (len(lookup.entries), lookup.reason) == (1, "partial block")
 
 
 # ---- copying back against computing again -------------------------------------------------------------------------
@@ -171,7 +171,12 @@ CHEAP = CopyCosts(per_block=3.5, per_token=1.0)
 
 @pytest.mark.parametrize(
     ("costs", "expected"),
-    [(FREE_COPIES, (3, "complete")), (CHEAP, (3, "complete")), (EQUAL, (3, "complete")), (DEAR, (0, "recompute"))],
+    [
+        (FREE_COPIES, (3, "partial block")),
+        (CHEAP, (3, "partial block")),
+        (EQUAL, (3, "partial block")),
+        (DEAR, (0, "recompute")),
+    ],
 )
 def test_blocks_are_copied_back_unless_computing_them_is_cheaper(costs: CopyCosts, expected: tuple[int, str]) -> None:
     scene = Scene(num_blocks=3, host_slots=3, copy_costs=costs)
@@ -197,14 +202,14 @@ def scene_with_places(places: str, costs: CopyCosts) -> Scene:
 @pytest.mark.parametrize(
     ("places", "expected"),
     [
-        ("dd", (2, "complete")),
+        ("dd", (2, "partial block")),
         # Copying a block costs 7, computing one 4. A copy pays where enough blocks behind it need none.
         ("dh", (1, "recompute")),
-        ("hd", (2, "complete")),
+        ("hd", (2, "partial block")),
         ("hhd", (0, "recompute")),
-        ("hhdd", (4, "complete")),
+        ("hhdd", (4, "partial block")),
         ("dhhd", (1, "recompute")),
-        ("dhhdd", (5, "complete")),
+        ("dhhdd", (5, "partial block")),
         ("hdhhd", (2, "recompute")),
         ("hddh", (3, "recompute")),
     ],
@@ -216,7 +221,7 @@ def test_a_match_is_cut_where_its_copies_cost_more_than_they_save(places: str, e
 
 def test_copies_that_cost_exactly_what_they_save_are_made() -> None:
     scene = scene_with_places("dhhd", CopyCosts(per_block=6.0, per_token=1.0))
-    assert scene.found(range(17)) == (4, "complete")
+    assert scene.found(range(17)) == (4, "partial block")
 
 
 def test_a_match_that_is_cut_says_what_was_weighed() -> None:
@@ -237,7 +242,7 @@ def test_a_hit_tells_what_its_copies_cost_and_save() -> None:
     assert (hit.num_blocks, hit.num_tokens, hit.num_copied) == (2, 8, 1)
     assert (hit.copy_seconds, hit.compute_seconds) == (0.5, 4 * 0.25)
     misses = [(event.reason, event.num_blocks) for event in scene.of(MissEvent)]
-    assert misses[-1] == ("complete", 2)
+    assert misses[-1] == ("partial block", 2)
 
 
 # ---- admission ----------------------------------------------------------------------------------------------------
@@ -295,7 +300,7 @@ def test_what_comes_back_does_not_lose_its_slot_to_what_gives_way_for_it() -> No
     copies = scene.manager.take_copies()
     assert [copy.kind for copy in copies] == [CopyKind.TO_DEVICE] * 2
     assert scene.found([2] * 13) == (0, "evicted")
-    assert scene.found([1] * 9) == (2, "complete")
+    assert scene.found([1] * 9) == (2, "partial block")
 
 
 def test_a_block_that_came_back_is_found_by_the_next_one_in_its_block() -> None:
@@ -319,7 +324,7 @@ def test_an_admission_that_does_not_fit_takes_nothing() -> None:
         scene.manager.admit(request, lookup, 17)
     scene.manager.check_invariants()
     assert (scene.allocator.ref_counts(), scene.journal.written, scene.tables.num_free_rows) == before
-    assert scene.found([1] * 9) == (2, "complete")
+    assert scene.found([1] * 9) == (2, "partial block")
 
 
 def missing(scene: Scene, tokens: Sequence[int], num_tokens: int, leaving: Sequence[Request] = ()) -> int:
@@ -507,8 +512,8 @@ def test_choices_publish_behind_the_prompt_they_share() -> None:
     scene.rows[follower.row, :8] = follower.token_ids
     scene.publish(leader, 8)
     scene.publish(follower, 8)
-    assert scene.found([1] * 9) == (2, "complete")
-    assert scene.found([1] * 6 + [2] * 3) == (2, "complete")
+    assert scene.found([1] * 9) == (2, "partial block")
+    assert scene.found([1] * 6 + [2] * 3) == (2, "partial block")
     assert scene.allocator.num_used == 3
 
 
@@ -547,7 +552,7 @@ def test_what_is_behind_the_window_can_still_be_found_by_others() -> None:
     request = scene.admit(range(13))
     scene.publish(request, 12)
     scene.slide_window(request, 12)
-    assert scene.found(range(13)) == (3, "complete")
+    assert scene.found(range(13)) == (3, "partial block")
     assert (scene.allocator.num_cached, scene.allocator.num_used) == (2, 2)
 
 
@@ -584,7 +589,7 @@ def test_nothing_that_a_failed_step_touched_is_found_again() -> None:
     scene.manager.check_invariants()
     scene.release(failed)
     assert scene.found([1] * 9) == (0, "evicted")
-    assert scene.found([2] * 9) == (2, "complete")
+    assert scene.found([2] * 9) == (2, "partial block")
     assert [scene.allocator.state(block_id) for block_id in prompt + other] == ["free"] * 2 + ["cached"] * 2
     told = [(event.block_id, event.reason) for event in scene.of(EvictEvent)]
     assert told == [(block_id, "failed") for block_id in prompt]
@@ -595,7 +600,7 @@ def test_copies_of_a_failed_step_are_not_trusted_on_either_side() -> None:
     scene.compute([1] * 8)
     scene.evict_all()
     scene.compute([2] * 8)
-    assert scene.found([1] * 9) == scene.found([2] * 9) == (2, "complete")
+    assert scene.found([1] * 9) == scene.found([2] * 9) == (2, "partial block")
     request = scene.admit([1] * 7)
     copies = scene.manager.take_copies()
     assert {copy.kind for copy in copies} == {CopyKind.TO_HOST, CopyKind.TO_DEVICE}

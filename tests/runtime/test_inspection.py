@@ -188,7 +188,7 @@ def test_a_shared_prefix_by_hand() -> None:
     ]
     found = inspect(simulation.engine, "request", "r1")
     assert (found["num_cached_tokens"], found["block_table"]) == (8, [0, 1, 3])
-    assert found["prefix"] == {"hit_tokens": 8, "reason": "complete", "evicted_step": None}
+    assert found["prefix"] == {"hit_tokens": 8, "reason": "partial block", "evicted_step": None}
     assert inspect(simulation.engine, "request", "r0")["prefix"]["hit_tokens"] == 0
 
 

@@ -126,7 +126,7 @@ def test_two_choices_way_by_hand() -> None:
         (1, "arrive", "r-1", arrival | {"leader": "r-0"}),
         (2, "admit", "r-0", {"row": 0, "num_tokens": 10}),
         (2, "hit", "r-0", hit),
-        (2, "miss", "r-0", {"reason": "complete", "num_blocks": 2, "evicted_step": -1, **NO_COPIES}),
+        (2, "miss", "r-0", {"reason": "partial block", "num_blocks": 2, "evicted_step": -1, **NO_COPIES}),
         (2, "share", "r-0", {"row": 0, "first_index": 0, "block_ids": (0, 1)}),
         (2, "allocate", "r-0", {"row": 0, "first_index": 2, "block_ids": (3,)}),
         (2, "chunk", "r-0", {"row": 0, "start": 8, "num_tokens": 2}),

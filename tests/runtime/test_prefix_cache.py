@@ -83,7 +83,7 @@ def test_whole_blocks_are_found_and_one_token_is_always_left(num_blocks: int, be
     computed = scene.compute(range(100, 120))
     num_tokens = num_blocks * SIZE + beyond
     expected = num_blocks if beyond == 1 else num_blocks - 1
-    assert scene.found(range(100, 100 + num_tokens)) == (computed[:expected], "complete")
+    assert scene.found(range(100, 100 + num_tokens)) == (computed[:expected], "partial block")
 
 
 @pytest.mark.parametrize("num_tokens", [3, 4, 5, 7, 8, 9])
@@ -105,15 +105,15 @@ def test_keys_are_compared_exactly(place: int, bit: int) -> None:
     other = tokens.copy()
     other[place] ^= 1 << bit
     assert scene.found([*other, 0]) == (computed[: place // SIZE], "differs")
-    assert scene.found([*tokens, 0]) == (computed, "complete")
+    assert scene.found([*tokens, 0]) == (computed, "partial block")
 
 
 def test_the_same_block_behind_another_prefix_is_another_block() -> None:
     scene = Scene()
     first = scene.compute([1] * 4 + [9] * 4)
     second = scene.compute([2] * 4 + [9] * 4)
-    assert scene.found([1] * 4 + [9] * 5) == (first, "complete")
-    assert scene.found([2] * 4 + [9] * 5) == (second, "complete")
+    assert scene.found([1] * 4 + [9] * 5) == (first, "partial block")
+    assert scene.found([2] * 4 + [9] * 5) == (second, "partial block")
     assert scene.found([9] * 9) == ([], "differs")
     assert scene.found([1] * 9) == (first[:1], "differs")
 
@@ -122,7 +122,7 @@ def test_a_prompt_of_equal_blocks_is_found_block_by_block() -> None:
     scene = Scene()
     computed = scene.compute([5] * 12)
     assert len(set(computed)) == 3
-    assert scene.found([5] * 9) == (computed[:2], "complete")
+    assert scene.found([5] * 9) == (computed[:2], "partial block")
     assert scene.found([5] * 20) == (computed, "differs")
 
 
@@ -147,7 +147,7 @@ def test_whoever_has_another_salt_finds_nothing(one: tuple[str, ...], other: tup
     scene = Scene()
     computed = scene.compute([1] * 8, make_salt(*one))
     assert scene.found([1] * 9, make_salt(*other)) == ([], "salt")
-    assert scene.found([1] * 9, make_salt(*one)) == (computed, "complete")
+    assert scene.found([1] * 9, make_salt(*one)) == (computed, "partial block")
     assert scene.found([2] * 9, make_salt(*other)) == ([], "differs")
 
 
@@ -155,13 +155,13 @@ def test_each_salt_has_its_own_blocks_for_the_same_tokens() -> None:
     scene = Scene()
     mine, yours = scene.compute([1] * 8, b"mine"), scene.compute([1] * 8, b"yours")
     assert set(mine).isdisjoint(yours)
-    assert scene.found([1] * 9, b"mine") == (mine, "complete")
-    assert scene.found([1] * 9, b"yours") == (yours, "complete")
+    assert scene.found([1] * 9, b"mine") == (mine, "partial block")
+    assert scene.found([1] * 9, b"yours") == (yours, "partial block")
     assert scene.found([1] * 9, b"") == ([], "salt")
     # Under a salt that has prompts of its own, too.
     scene.compute([3] * 4, b"")
     assert scene.found([1] * 9, b"") == ([], "salt")
-    assert scene.found([1] * 3, b"") == ([], "complete")
+    assert scene.found([1] * 3, b"") == ([], "partial block")
 
 
 @given(st.lists(st.text(), max_size=3), st.lists(st.text(), max_size=3))
@@ -178,7 +178,7 @@ def test_a_duplicate_stays_private_and_is_freed_unindexed() -> None:
     first, entry = scene.publish([1] * 8)
     second, same = scene.publish([1] * 8)
     assert same is entry
-    assert scene.found([1] * 9) == (first, "complete")
+    assert scene.found([1] * 9) == (first, "partial block")
     assert [scene.allocator.is_indexed(block_id) for block_id in first + second] == [True] * 2 + [False] * 2
     assert len(scene.cache) == 2
     scene.allocator.free(first)
@@ -191,7 +191,7 @@ def test_what_goes_on_from_a_duplicate_is_found_behind_the_first_one() -> None:
     scene = Scene()
     first, _ = scene.publish([1] * 4)
     second, _ = scene.publish([1] * 4 + [2] * 4)
-    assert scene.found([1] * 4 + [2] * 5) == ([first[0], second[1]], "complete")
+    assert scene.found([1] * 4 + [2] * 5) == ([first[0], second[1]], "partial block")
 
 
 # ---- losing -------------------------------------------------------------------------------------------------------
@@ -204,9 +204,9 @@ def test_an_entry_does_not_outlive_its_blocks_reuse() -> None:
     scene.compute(x)
     blocks = scene.compute(y)
     assert scene.found([*x, 0]) == ([], "evicted")
-    assert scene.found([*y, 0]) == (blocks, "complete")
+    assert scene.found([*y, 0]) == (blocks, "partial block")
     again = scene.compute(x)
-    assert scene.found([*x, 0]) == (again, "complete")
+    assert scene.found([*x, 0]) == (again, "partial block")
     assert scene.found([*y, 0]) == ([], "evicted")
 
 
@@ -238,7 +238,7 @@ def test_a_prefix_that_is_computed_again_is_found_with_the_blocks_that_followed_
     scene.allocator.free([tail])
     assert scene.found([1] * 4 + [2] * 5) == ([], "evicted")
     (new_head,) = scene.compute([1] * 4)
-    assert scene.found([1] * 4 + [2] * 5) == ([new_head, tail], "complete")
+    assert scene.found([1] * 4 + [2] * 5) == ([new_head, tail], "partial block")
 
 
 def test_blocks_that_cannot_be_trusted_are_not_found_and_free_once_unused() -> None:
@@ -256,7 +256,7 @@ def test_blocks_that_cannot_be_trusted_are_not_found_and_free_once_unused() -> N
     scene.allocator.free(used)
     assert scene.allocator.state(used[0]) == "free"
     again = scene.compute([2] * 4)
-    assert scene.found([2] * 5) == (again, "complete")
+    assert scene.found([2] * 5) == (again, "partial block")
 
 
 def test_after_a_reset_nothing_is_found_and_nothing_behind_forgotten_blocks_is_published() -> None:
@@ -278,7 +278,7 @@ def test_after_a_reset_nothing_is_found_and_nothing_behind_forgotten_blocks_is_p
     assert scene.found([2] * 4 + [3] * 9) == ([], "differs")
     scene.check()
     fresh, _ = scene.publish([2] * 4 + [3] * 4)
-    assert scene.found([2] * 4 + [3] * 5) == (fresh, "complete")
+    assert scene.found([2] * 4 + [3] * 5) == (fresh, "partial block")
     scene.allocator.free(used)
     scene.allocator.free(more)
     assert scene.allocator.num_free == 8 - len(fresh)
@@ -290,7 +290,7 @@ def test_an_old_salt_that_is_forgotten_starts_anew() -> None:
     scene.compute([1] * 4, b"b")
     assert scene.found([1] * 5, b"a") == ([], "salt"), "its root is gone with its last entry"
     blocks = scene.compute([1] * 4, b"a")
-    assert scene.found([1] * 5, b"a") == (blocks, "complete")
+    assert scene.found([1] * 5, b"a") == (blocks, "partial block")
     assert scene.found([2] * 5, b"a") == ([], "differs")
 
 
@@ -302,7 +302,7 @@ def test_as_many_evicted_entries_are_remembered_as_asked_for_the_oldest_forgotte
     for token in range(5):
         scene.compute([token] * 4)
     reasons = [scene.found([token] * 5)[1] for token in range(5)]
-    assert reasons == ["differs", "differs", "evicted", "evicted", "complete"]
+    assert reasons == ["differs", "differs", "evicted", "evicted", "partial block"]
 
 
 def test_a_prefix_of_something_that_is_held_is_not_forgotten() -> None:
@@ -316,7 +316,7 @@ def test_a_prefix_of_something_that_is_held_is_not_forgotten() -> None:
     scene.allocator.free([tail])
     assert scene.lookup([1] * 5).reason == "evicted"
     (again,) = scene.compute([1] * 4)
-    assert scene.found([1] * 4 + [2] * 5) == ([again, tail], "complete")
+    assert scene.found([1] * 4 + [2] * 5) == ([again, tail], "partial block")
 
 
 def count_entries() -> int:
@@ -380,7 +380,7 @@ def test_an_evicted_block_with_a_copy_in_host_memory_is_still_found() -> None:
     scene.compute([1] * 8)
     scene.evict(2)
     lookup = scene.lookup([1] * 9)
-    assert lookup.reason == "complete"
+    assert lookup.reason == "partial block"
     assert [entry.block_id for entry in lookup.entries] == [NO_PLACE] * 2
     assert sorted(entry.host_slot for entry in lookup.entries) == [0, 1]
     told = [event.host_slot for event in scene.journal if isinstance(event, EvictEvent)]
@@ -392,7 +392,7 @@ def test_an_evicted_block_with_a_copy_in_host_memory_is_still_found() -> None:
     scene.check()
     scene.evict(1)
     assert len(scene.copies) == 2
-    assert scene.found([1] * 9)[1] == "complete"
+    assert scene.found([1] * 9)[1] == "partial block"
 
 
 def test_what_host_memory_loses_is_lost() -> None:
@@ -503,4 +503,4 @@ def test_a_lookup_finds_only_what_was_written_for_exactly_these_tokens(
                 assert in_blocks[entry.block_id] == expected
             if entry.host_slot != NO_PLACE:
                 assert in_slots[entry.host_slot] == expected
-        assert (lookup.reason == "complete") == (len(lookup.entries) == num_full)
+        assert (lookup.reason == "partial block") == (len(lookup.entries) == num_full)
