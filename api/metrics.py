@@ -178,7 +178,7 @@ class _EngineCollector(Collector):
             "model_name": self._model_name,
             "block_size": str(self._resolved.block_size),
             "num_gpu_blocks": str(self._resolved.num_blocks),
-            "cache_dtype": self._resolved.dtype,
+            "cache_dtype": self._resolved.kv_dtype,
         }
         family = GaugeMetricFamily(f"{PREFIX}cache_config_info", "The KV cache's settings.", labels=list(values))
         family.add_metric(list(values.values()), 1)

@@ -29,8 +29,12 @@ from pageframe.runtime.models.source import resolve_source
 REQUEST_LENGTHS = (128, 512, 2048, 8192)
 #: The worked example: 4,096 tokens of such a model take 2 GiB.
 EXAMPLE_SHAPE, EXAMPLE_TOKENS = "32,32,32,128", 4096
-#: A measured pool stays below this; one block is measured whatever it takes, up to the second.
-MEASURED_BYTES, MEASURED_BLOCK_LIMIT = 64 * 2**20, 2**30
+#: Of each number of a shape: its name and the most it may be, far beyond any model.
+SHAPE_LIMITS = (("layers", 1000), ("heads", 65_536), ("KV heads", 65_536), ("head_dim", 65_536))
+#: A measured pool takes about the first, enough to be seen in a process's memory; one block is measured whatever it
+#: takes, up to the second.
+MEASURED_BYTES, MEASURED_BLOCK_LIMIT = 64 * 2**20, 256 * 2**20
+EXIT_BAD_INPUT = 2
 
 #: EngineConfig's fields that decide the plan, and how the command line reads each.
 _FLAGS = {
@@ -39,6 +43,7 @@ _FLAGS = {
     "block_size": int,
     "num_blocks": int,
     "kv_memory": str,
+    "kv_dtype": str,
     "max_model_len": int,
     "max_num_requests": int,
 }
@@ -65,6 +70,7 @@ class Plan:
     """The numbers of one plan. Sizes in bytes.
 
     Args:
+        kv_dtype: what K and V are stored as: "bf16", "float32" or "int8".
         weight_bytes: an estimate from the model's shape; None where only the shape of K and V is known.
         pool_rule: what the pool's size follows from, in words.
     """
@@ -72,6 +78,7 @@ class Plan:
     model_name: str
     model: ModelConfig
     dtype: str
+    kv_dtype: str
     block_size: int
     bytes_per_token: int
     bytes_per_block: int
@@ -103,10 +110,18 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPool:
-    """A small real pool: the blocks it was allocated with, and its bytes."""
+    """A small real pool, in bytes.
+
+    Args:
+        num_blocks: with which it was allocated.
+        allocated: size of its storage.
+        resident: by how much this process's memory in RAM grew until all of the pool was written; None where the
+            system does not tell.
+    """
 
     num_blocks: int
-    bytes: int
+    allocated: int
+    resident: int | None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -140,7 +155,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan; 1 and one line on stderr where the model, a flag or the memory does not allow one."""
+    """Print the plan; 2 and one line on stderr where the model, a flag or the memory does not allow one."""
     try:
         config = _engine_config(args)
         shape = _shape_model(EXAMPLE_SHAPE if args.example else args.shape, config)
@@ -151,7 +166,7 @@ def run(args: argparse.Namespace) -> int:
             save_plot(plan, args.plot)
     except StartupError as error:
         Console(stderr=True).print(f"pageframe: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        return 1
+        return EXIT_BAD_INPUT
     console = Console(highlight=False)
     if args.json:
         console.out(json.dumps(plan_json(plan, measured), indent=2), highlight=False)
@@ -166,9 +181,9 @@ def run(args: argparse.Namespace) -> int:
 def _engine_config(args: argparse.Namespace) -> EngineConfig:
     values = {name: getattr(args, name) for name in _FLAGS}
     if args.example:
-        for name, given, fixed in (("dtype", args.dtype, "bf16"), ("max_model_len", args.max_model_len, None)):
-            if given != fixed:
-                raise ConfigError(f"{name} is {given}; --example has its own, --shape {EXAMPLE_SHAPE} takes any")
+        for name, fixed in (("dtype", "bf16"), ("kv_dtype", "auto"), ("max_model_len", None)):
+            if values[name] != fixed:
+                raise ConfigError(f"{name} is {values[name]}; --example has its own, --shape {EXAMPLE_SHAPE} takes any")
         values |= {"dtype": "bf16", "max_model_len": EXAMPLE_TOKENS}
     if values["kv_memory"] is not None:
         values["kv_memory"] = memory_plan.parse_bytes(values["kv_memory"])
@@ -184,9 +199,9 @@ def _parse_numbers(name: str, text: str) -> tuple[int, ...]:
         ConfigError: something else.
     """
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() and 0 < int(part) < 2**31 for part in parts):
+    if not all(part.isascii() and part.isdigit() and len(part) <= 10 and 0 < int(part) < 2**31 for part in parts):
         raise ConfigError(
-            f"{name} is {text!r}; it must be whole numbers from 1 to {2**31 - 1} with commas between them"
+            f"{name} is {text[:80]!r}; it must be whole numbers from 1 to {2**31 - 1} with commas between them"
         )
     return tuple(int(part) for part in parts)
 
@@ -204,6 +219,9 @@ def _shape_model(shape: str | None, config: EngineConfig) -> ModelConfig | None:
     numbers = _parse_numbers("shape", shape)
     if len(numbers) != 4:
         raise ConfigError(f"shape is {shape!r}; it must be four numbers: layers, heads, KV heads, head_dim")
+    for (name, limit), number in zip(SHAPE_LIMITS, numbers, strict=True):
+        if number > limit:
+            raise ConfigError(f"shape has {number} {name}; they must be from 1 to {limit}")
     num_layers, num_heads, num_kv_heads, head_dim = numbers
     if num_heads % num_kv_heads:
         raise ConfigError(f"shape has {num_kv_heads} KV heads; they must divide its {num_heads} heads")
@@ -252,7 +270,7 @@ def make_plan(
         if config.num_blocks is None and config.kv_memory is None:
             config = dataclasses.replace(config, num_blocks=-(-model.max_position // config.block_size))
             rule = "what one request can use"
-    bytes_per_token = memory_plan.kv_bytes_per_token(model, config.dtype)
+    bytes_per_token = memory_plan.kv_bytes_per_token(model, config.stored_kv_dtype)
     left_bytes = max(0, free_bytes - (weight_bytes or 0))
     asked = (config.num_blocks or 0) * bytes_per_token * config.block_size or config.kv_memory or 0
     pool = memory_plan.size_pool(config, model, available=max(left_bytes, asked), cap=memory_plan.CPU_POOL_CAP)
@@ -260,6 +278,7 @@ def make_plan(
         model_name=name,
         model=model,
         dtype=config.dtype,
+        kv_dtype=config.stored_kv_dtype,
         block_size=config.block_size,
         bytes_per_token=bytes_per_token,
         bytes_per_block=bytes_per_token * config.block_size,
@@ -292,15 +311,17 @@ def _lengths(asked: Sequence[int] | None, max_model_len: int) -> list[int]:
 
 
 def measure(plan: Plan) -> MeasuredPool | None:
-    """Allocate a small pool of this plan's blocks for real; None where even one block is too large for that."""
-    if plan.bytes_per_block > min(MEASURED_BLOCK_LIMIT, plan.free_bytes // 2):
+    """Allocate a small pool of this plan's blocks for real, and write to all of it; None where even one block is too
+    large for that."""
+    # Beside the pool there is a narrow decoder, which takes more where blocks are of one slot.
+    if plan.bytes_per_block > min(MEASURED_BLOCK_LIMIT, plan.free_bytes // 8):
         return None
     # Torch comes with this import.
-    from pageframe.runtime.pool_measure import measure_pool_bytes
+    from pageframe.runtime.pool_measure import measure_pool
 
-    num_blocks = min(plan.num_blocks, max(1, MEASURED_BYTES // plan.bytes_per_block))
-    measured = measure_pool_bytes(plan.model, plan.dtype, num_blocks=num_blocks, block_size=plan.block_size)
-    return MeasuredPool(num_blocks, measured)
+    num_blocks = max(1, MEASURED_BYTES // plan.bytes_per_block)
+    memory = measure_pool(plan.model, plan.kv_dtype, num_blocks=num_blocks, block_size=plan.block_size)
+    return MeasuredPool(num_blocks, memory.allocated, memory.resident)
 
 
 def _pool_rule(config: EngineConfig, pool: PoolSize, asked: int, available: int) -> str:
@@ -350,6 +371,7 @@ def plan_json(plan: Plan, measured: MeasuredPool | None = None) -> dict[str, Any
             "num_parameters": None if plan.weight_bytes is None else num_parameters(plan.model),
         },
         "dtype": plan.dtype,
+        "kv_dtype": plan.kv_dtype,
         "block_size": plan.block_size,
         "bytes": {"per_token": plan.bytes_per_token, "per_block": plan.bytes_per_block, "pool": plan.pool_bytes},
         "num_blocks": plan.num_blocks,
@@ -363,7 +385,7 @@ def plan_json(plan: Plan, measured: MeasuredPool | None = None) -> dict[str, Any
         },
         "requests": [dataclasses.asdict(fit) for fit in plan.fits],
         "measured": None if measured is None else dataclasses.asdict(measured),
-        "kv_heads": [dataclasses.asdict(row) for row in heads_rows(plan.model, plan.dtype)],
+        "kv_heads": [dataclasses.asdict(row) for row in heads_rows(plan.model, plan.kv_dtype)],
         "block_sizes": [dataclasses.asdict(row) for row in block_size_rows(plan.bytes_per_token, lengths)],
         "kv_dtypes": [dataclasses.asdict(row) for row in dtype_rows(plan.model, plan.pool_bytes)],
     }

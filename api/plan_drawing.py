@@ -18,7 +18,6 @@ from pageframe.runtime.memory_tables import (
     curve_lengths,
     dtype_rows,
     heads_rows,
-    kv_bytes,
     requests_that_fit,
 )
 
@@ -54,19 +53,34 @@ def _draw_model(plan: Plan) -> Text:
     return Text.assemble((plan.model_name, "bold"), "\n", (", ".join(facts), "dim"))
 
 
+def _factors(plan: Plan, num_tokens: int | None = None) -> tuple[str, str]:
+    """The formula in words and in numbers: of one token, or of so many."""
+    model = plan.model
+    number_bytes, scale_bytes = memory_plan.KV_DTYPE_BYTES[plan.kv_dtype]
+    factors = {"2 (K and V)": "2", "layers": f"{model.num_layers:,}", "KV heads": f"{model.num_kv_heads:,}"}
+    if scale_bytes:  # beside numbers of one byte
+        factors["(head_dim + its scale)"] = f"({model.head_dim:,} + {scale_bytes})"
+    else:
+        factors["head_dim"] = f"{model.head_dim:,}"
+    if num_tokens is not None:
+        factors["tokens"] = f"{num_tokens:,}"
+    if not scale_bytes:
+        factors["bytes"] = str(number_bytes)
+    times = f" {_TIMES} "
+    return times.join(factors), times.join(factors.values())
+
+
 def _draw_formula(plan: Plan) -> Table:
-    model, element = plan.model, memory_plan.DTYPE_BYTES[plan.dtype]
-    factors = [2, model.num_layers, model.num_kv_heads, model.head_dim, element]
-    names = ["2 (K and V)", "layers", "KV heads", "head_dim", "bytes"]
+    names, numbers = _factors(plan)
     tokens = "1 token" if plan.block_size == 1 else f"{plan.block_size} tokens"
     table = Table.grid(padding=(0, 2))
     table.add_column(style="cyan", no_wrap=True)
     table.add_column()
     table.add_column(justify="right", style="bold", no_wrap=True)
-    table.add_row("formula", f" {_TIMES} ".join(names))
+    table.add_row("formula", names)
     table.add_row(
         "one token",
-        f" {_TIMES} ".join(map(str, factors)) + f" ({plan.dtype}) = {plan.bytes_per_token:,} bytes",
+        f"{numbers} ({plan.kv_dtype}) = {plan.bytes_per_token:,} bytes",
         format_bytes(plan.bytes_per_token),
     )
     table.add_row(
@@ -127,24 +141,24 @@ def draw_details(plan: Plan, measured: MeasuredPool | None) -> RenderableType:
 
 
 def _draw_measured(plan: Plan, measured: MeasuredPool | None) -> Group:
-    model, element = plan.model, memory_plan.DTYPE_BYTES[plan.dtype]
-    factors = (2, model.num_layers, model.num_kv_heads, model.head_dim)
-    total = kv_bytes(*factors[1:], plan.max_model_len, element)
-    names = ("2", "layers", "KV heads", "head_dim", "tokens", "bytes")
-    numbers = [f"{number:,}" for number in (*factors, plan.max_model_len, element)]
+    names, numbers = _factors(plan, plan.max_model_len)
+    total = plan.bytes_per_token * plan.max_model_len
     lines = [
-        Text.assemble(("Worked out", "bold"), f": {f' {_TIMES} '.join(names)}"),
-        Text.assemble(f"  {f' {_TIMES} '.join(numbers)} = {total:,} bytes = ", (format_bytes(total), "bold")),
+        Text.assemble(("Worked out", "bold"), f": {names}"),
+        Text.assemble(f"  {numbers} = {total:,} bytes = ", (format_bytes(total), "bold")),
     ]
     if measured is None:
         lines.append(Text("  not measured: no small real pool was allocated", "dim"))
     else:
         tokens = measured.num_blocks * plan.block_size
-        formula = kv_bytes(*factors[1:], tokens, element)
-        verdict = "the same" if measured.bytes == formula else f"{measured.bytes - formula:+,} bytes"
+        formula = plan.bytes_per_token * tokens
+        verdict = "the same" if measured.allocated == formula else f"{measured.allocated - formula:+,} bytes"
         blocks = "1 block" if measured.num_blocks == 1 else f"{measured.num_blocks:,} blocks"
-        lines.append(Text(f"  a real pool of {blocks} ({tokens:,} tokens) takes {measured.bytes:,} bytes"))
+        lines.append(Text(f"  a real pool of {blocks} ({tokens:,} tokens): {measured.allocated:,} bytes allocated"))
         lines.append(Text.assemble(f"  the formula says {formula:,} bytes: ", (verdict, "bold")))
+        if measured.resident is not None:
+            over = measured.resident - formula
+            lines.append(Text(f"  written whole, it took {measured.resident:,} bytes of this process's RAM: {over:+,}"))
     return Group(*lines)
 
 
@@ -157,7 +171,7 @@ def _table(*headings: str) -> Table:
 
 def _draw_heads(plan: Plan) -> Group:
     table = _table("KV heads", "number", "bytes a token", "of one each")
-    for row in heads_rows(plan.model, plan.dtype):
+    for row in heads_rows(plan.model, plan.kv_dtype):
         table.add_row(row.name, f"{row.num_kv_heads:,}", f"{row.bytes_per_token:,}", f"{_TIMES} {row.ratio:.3g}")
     return Group(Text(f"Heads that share K and V: the model has {plan.model.num_heads} heads", "bold"), table)
 
@@ -175,10 +189,12 @@ def _draw_block_sizes(plan: Plan, lengths: Sequence[int]) -> Group:
 
 
 def _draw_dtypes(plan: Plan) -> Group:
-    table = _table("K and V as", "bytes a token", "tokens in the pool", "")
+    table = _table("K and V as", "bytes a token", "tokens in the pool")
     for row in dtype_rows(plan.model, plan.pool_bytes):
-        note = "" if row.built else "not built"
-        table.add_row(row.name, f"{row.bytes_per_token:,}", f"{row.pool_tokens:,}", Text(note, "yellow"))
+        _, scale_bytes = memory_plan.KV_DTYPE_BYTES[row.name]
+        name = f"{row.name} with its scales" if scale_bytes else row.name
+        chosen = "bold" if row.name == plan.kv_dtype else ""
+        table.add_row(name, f"{row.bytes_per_token:,}", f"{row.pool_tokens:,}", style=chosen)
     return Group(Text.assemble(("Type", "bold"), f": the same {format_bytes(plan.pool_bytes)}"), table)
 
 
@@ -218,7 +234,7 @@ def save_plot(plan: Plan, path: Path) -> None:
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else "")
         axes.set_xlabel("context of each request (tokens)")
         axes.set_ylabel("requests that fit at once")
-        axes.set_title(f"{plan.model_name}: {plan.bytes_per_token:,} bytes a token in {plan.dtype}")
+        axes.set_title(f"{plan.model_name}: {plan.bytes_per_token:,} bytes a token in {plan.kv_dtype}")
         axes.grid(color="#DDDDDD")
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False)

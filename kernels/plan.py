@@ -76,14 +76,24 @@ def make_plan(batch: StepBatch, device: torch.device, block_size: int, parts: ob
     )
 
 
-def check_cache(block_size: int, dtype: torch.dtype) -> None:
-    """Refuse block sizes and cache dtypes that no backend has.
+def check_cache(block_size: int, dtype: torch.dtype, dtypes: tuple[torch.dtype, ...] = CACHE_DTYPES) -> None:
+    """Refuse a block size that no backend has, and a cache dtype that is none of `dtypes`.
 
     Raises:
-        UnsupportedError: block_size is no power of two from 1 to 256, or dtype is none of CACHE_DTYPES.
+        UnsupportedError: block_size is no power of two from 1 to 256, or dtype is none of those.
     """
     if not 1 <= block_size <= MAX_BLOCK_SIZE or block_size & (block_size - 1):
         raise UnsupportedError(f"block_size is {block_size}; it must be a power of two from 1 to {MAX_BLOCK_SIZE}")
-    if dtype not in CACHE_DTYPES:
-        names = ", ".join(str(known) for known in CACHE_DTYPES)
+    if dtype not in dtypes:
+        names = ", ".join(str(known) for known in dtypes)
         raise UnsupportedError(f"the K/V dtype is {dtype}; it must be one of {names}")
+
+
+def check_no_scales(backend: str, kv_scales: torch.Tensor | None) -> None:
+    """For backends that have no int8 K/V.
+
+    Raises:
+        UnsupportedError: there are scales.
+    """
+    if kv_scales is not None:
+        raise UnsupportedError(f"K and V are int8 codes with scales; the {backend} backend does not have them")

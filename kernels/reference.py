@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from pageframe.kernels.layout import DecodeGroup, Layout, StepLayouts, causal_bias
-from pageframe.kernels.plan import AttentionPlan, StepBatch, check_cache, make_plan
+from pageframe.kernels.plan import AttentionPlan, StepBatch, check_cache, check_no_scales, make_plan
 
 
 class ReferenceBackend:
@@ -29,8 +29,16 @@ class ReferenceBackend:
         """See `Backend.plan_attention`. The table entries are copied here: later changes do not reach this plan."""
         return make_plan(batch, tables.device, block_size, StepLayouts(batch, tables, block_size))
 
-    def write_kv(self, k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor) -> None:
+    def write_kv(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slots: torch.Tensor,
+        kv_scales: torch.Tensor | None = None,
+    ) -> None:
         """See `Backend.write_kv`."""
+        check_no_scales(self.name, kv_scales)
         if slots.numel() == 0:
             return
         kv = torch.stack((k, v), dim=1).to(kv_cache.dtype)
@@ -52,9 +60,11 @@ class ReferenceBackend:
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        kv_scales: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `Backend.paged_attention`."""
+        check_no_scales(self.name, kv_scales)
         assert isinstance(plan.parts, StepLayouts), "the plan was made by another backend"
         assert q.shape[0] == plan.num_tokens, f"q has {q.shape[0]} tokens, the plan {plan.num_tokens}"
         if out is None:

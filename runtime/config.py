@@ -11,8 +11,10 @@ from pageframe.runtime.errors import ConfigError
 
 DEFAULT_MODEL = "default"
 DTYPES = ("bf16", "float32")
+WEIGHTS = ("auto", "bf16", "file")
+KV_DTYPES = ("auto", "int8")
 DEVICES = ("auto", "cpu", "cuda")
-BACKENDS = ("auto", "reference", "triton")
+BACKENDS = ("auto", "cpu", "reference", "triton")
 CONTEXT_FULL = ("stop", "slide")
 MAX_BLOCK_SIZE = 256
 #: Of the other numbers: from, to. The upper ends are far beyond any machine; they keep arithmetic and arrays sound.
@@ -47,7 +49,13 @@ class EngineConfig:
         "a GGUF file, a Hugging Face folder or a hub id; 'default' is SmolLM2-135M-Instruct",
         unit="model",
     )
-    dtype: str = flag("bf16", "arithmetic and K/V type", choices=DTYPES)
+    dtype: str = flag("bf16", "type of the arithmetic, and of K and V unless --kv-dtype has another", choices=DTYPES)
+    weights: str = flag(
+        "auto",
+        "how weights are held: as the GGUF file stores them (file), rounded to bf16, or the first of these that is "
+        "possible (auto)",
+        choices=WEIGHTS,
+    )
     device: str = flag("auto", "where the model runs", choices=DEVICES)
     backend: str = flag("auto", "attention kernels", choices=BACKENDS)
     block_size: int = flag(16, "token slots in a block, a power of two from 1 to 256", unit="tokens")
@@ -56,6 +64,12 @@ class EngineConfig:
         None,
         "memory of the KV pool, such as 512MiB or 4GiB; default: from free memory, at most 4GiB on CPU",
         unit="bytes",
+    )
+    kv_dtype: str = flag(
+        "auto",
+        "how K and V are held: in the arithmetic's type (auto), or rounded to int8 with a scale for each slot and head, "
+        "in about half of bf16's memory",
+        choices=KV_DTYPES,
     )
     max_model_len: int | None = flag(
         None, "longest context of a request; default: the model's own, or what the pool holds", unit="tokens"
@@ -79,9 +93,13 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _check_choice("dtype", self.dtype, DTYPES)
+        _check_choice("weights", self.weights, WEIGHTS)
         _check_choice("device", self.device, DEVICES)
         _check_choice("backend", self.backend, BACKENDS)
+        _check_choice("kv_dtype", self.kv_dtype, KV_DTYPES)
         _check_choice("on_context_full", self.on_context_full, CONTEXT_FULL)
+        if self.kv_dtype == "int8" and self.dtype != "bf16":
+            raise ConfigError(f"kv_dtype is 'int8', but dtype is {self.dtype!r}; it must be 'bf16'")
         if self.slide_by is not None and self.on_context_full != "slide":
             raise ConfigError(f"slide_by is {self.slide_by}; it needs on_context_full slide")
         if self.host_cache is not None and not self.prefix_cache:
@@ -98,6 +116,11 @@ class EngineConfig:
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least max_num_requests "
                 f"({self.max_num_requests}), since each step gives every decoding request its token"
             )
+
+    @property
+    def stored_kv_dtype(self) -> str:
+        """What K and V are stored as: "bf16", "float32" or "int8"."""
+        return self.dtype if self.kv_dtype == "auto" else self.kv_dtype
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
@@ -172,11 +195,15 @@ class ResolvedConfig:
 
     Args:
         model_name: what the model calls itself, for people.
-        kv_bytes_per_token: bytes of K and V of one token over all layers.
+        kv_bytes_per_token: bytes of K and V of one token over all layers, an int8 one's scales included.
         pool_bytes: bytes of the whole KV pool.
         host_slots: blocks that host memory holds, 0 for no host tier.
         copy_costs: measured at start where there is a host tier.
         slide_by: tokens that leave a full context; None where a request ends there.
+        weights: how they are held: "file", "bf16" or "float32".
+        kv_dtype: what K and V are stored as: "bf16", "float32" or "int8".
+        instruction_set: what the compiled CPU engine was compiled for, "" where torch's operations compute.
+        batch_invariant: an answer's bits depend on nothing but its request, not on what else is in the batch.
         notes: what the machine lacks and what that costs, one sentence each.
     """
 
@@ -198,6 +225,10 @@ class ResolvedConfig:
     host_slots: int = 0
     copy_costs: CopyCosts = FREE_COPIES
     slide_by: int | None = None
+    weights: str = "float32"
+    kv_dtype: str = "float32"
+    instruction_set: str = ""
+    batch_invariant: bool = False
     notes: tuple[str, ...] = ()
 
     @property

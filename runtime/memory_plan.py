@@ -18,6 +18,8 @@ from pageframe.runtime.config import EngineConfig, ModelConfig
 from pageframe.runtime.errors import ConfigError, MemoryPlanError
 
 DTYPE_BYTES = {"bf16": 2, "float32": 4}
+#: Bytes of K or V in one slot of one KV head: of each number, and of what stands beside them, int8's float32 scale.
+KV_DTYPE_BYTES = {"bf16": (2, 0), "int8": (1, 4), "float32": (4, 0)}
 GIB = 1024**3
 #: Without a word from the user the pool takes no more than this on a CPU, whose memory others need too.
 CPU_POOL_CAP = 4 * GIB
@@ -59,9 +61,10 @@ def format_bytes(count: float) -> str:
     return f"{count / 1024:.2f} GiB"
 
 
-def kv_bytes_per_token(model: ModelConfig, dtype: str) -> int:
-    """Bytes of one token's K and V over all layers."""
-    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * DTYPE_BYTES[dtype]
+def kv_bytes_per_token(model: ModelConfig, kv_dtype: str) -> int:
+    """Bytes of one token's K and V over all layers; kv_dtype is one of KV_DTYPE_BYTES."""
+    number_bytes, scale_bytes = KV_DTYPE_BYTES[kv_dtype]
+    return 2 * model.num_layers * model.num_kv_heads * (model.head_dim * number_bytes + scale_bytes)
 
 
 def free_memory() -> int:
@@ -209,7 +212,7 @@ def size_pool(config: EngineConfig, model: ModelConfig, *, available: int, cap: 
     wanted_len = config.max_model_len or model.max_position
     enough = config.max_num_requests * -(-wanted_len // config.block_size)
     num_blocks = plan_num_blocks(
-        bytes_per_block=kv_bytes_per_token(model, config.dtype) * config.block_size,
+        bytes_per_block=kv_bytes_per_token(model, config.stored_kv_dtype) * config.block_size,
         num_blocks=config.num_blocks,
         kv_memory=config.kv_memory,
         available=available,

@@ -10,11 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pageframe.runtime.config import MAX_BLOCK_SIZE, ModelConfig
-from pageframe.runtime.memory_plan import DTYPE_BYTES
+from pageframe.runtime.memory_plan import KV_DTYPE_BYTES, kv_bytes_per_token
 
 BLOCK_SIZES = tuple(2**power for power in range(MAX_BLOCK_SIZE.bit_length()))
-#: A quantised slot has a float32 scale for each KV head, K and V apart.
-SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,27 +50,20 @@ class DtypeRow:
 
     Args:
         pool_tokens: tokens that a pool of the same bytes holds.
-        built: whether the engine can store K and V so.
     """
 
     name: str
     bytes_per_token: int
     pool_tokens: int
-    built: bool
 
 
-def kv_bytes(num_layers: int, num_kv_heads: int, head_dim: int, num_tokens: int, element_bytes: int) -> int:
-    """2 * layers * KV heads * head_dim * tokens * bytes."""
-    return 2 * num_layers * num_kv_heads * head_dim * num_tokens * element_bytes
-
-
-def heads_rows(model: ModelConfig, dtype: str) -> list[HeadsRow]:
+def heads_rows(model: ModelConfig, kv_dtype: str) -> list[HeadsRow]:
     """One KV head for each head, as many as the model has, and one for all, each number once."""
     names = {1: "one for all heads (multi-query)", model.num_heads: "one for each head (multi-head)"}
     names[model.num_kv_heads] = "the model's" + (" (grouped-query)" if 1 < model.num_kv_heads < model.num_heads else "")
     rows = []
     for number in sorted(names, reverse=True):
-        size = kv_bytes(model.num_layers, number, model.head_dim, 1, DTYPE_BYTES[dtype])
+        size = kv_bytes_per_token(model.replace(num_kv_heads=number), kv_dtype)
         rows.append(HeadsRow(names[number], number, size, number / model.num_heads))
     return rows
 
@@ -92,11 +83,9 @@ def block_size_rows(bytes_per_token: int, lengths: Sequence[int]) -> list[BlockS
 
 
 def dtype_rows(model: ModelConfig, pool_bytes: int) -> list[DtypeRow]:
-    """Each type that the engine stores K and V in, and int8 beside them."""
-    vectors = 2 * model.num_layers * model.num_kv_heads
-    sizes = {name: vectors * model.head_dim * element for name, element in DTYPE_BYTES.items()}
-    sizes["int8 and scales"] = vectors * (model.head_dim + SCALE_BYTES)
-    return [DtypeRow(name, size, pool_bytes // size, name in DTYPE_BYTES) for name, size in sizes.items()]
+    """Each type that the engine stores K and V in."""
+    sizes = {kv_dtype: kv_bytes_per_token(model, kv_dtype) for kv_dtype in KV_DTYPE_BYTES}
+    return [DtypeRow(kv_dtype, size, pool_bytes // size) for kv_dtype, size in sizes.items()]
 
 
 def requests_that_fit(tokens: int, num_blocks: int, block_size: int) -> int:

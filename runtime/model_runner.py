@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from pageframe.kernels.attention import Backend, fill_block, kv_cache_shape, read_block
+from pageframe.kernels.attention import Backend, kv_cache_shape
+from pageframe.kernels.kv_pool import KvPool
 from pageframe.runtime.batch import Batch
 from pageframe.runtime.block_copy import BlockCopy, CopyKind
 from pageframe.runtime.block_table import TableUpdates
@@ -25,10 +26,10 @@ class ModelRunner:
     Args:
         decoder: the model, its weights already on `device`.
         backend: attention kernels.
-        kv_dtype: what K and V are stored as.
+        kv_dtype: what K and V are stored as; torch.int8 is for codes with scales.
         host_slots: blocks that host memory holds beside the pool, 0 for none.
 
-    The pool is one tensor [num_layers, *kv_cache_shape]; its memory is taken once, here.
+    The memory of both is taken once, here.
     """
 
     def __init__(
@@ -50,19 +51,15 @@ class ModelRunner:
         self._backend = backend
         self._block_size = block_size
         self._device = device
-        self._pool = torch.empty((model.num_layers, *shape), dtype=kv_dtype, device=device)
-        self._kv_caches = list(self._pool.unbind(0))
-        self._block_bytes = self._pool[:, 0].numel() * self._pool.element_size()
-        self._host_pool = torch.empty(
-            (model.num_layers, host_slots, *shape[1:]),
-            dtype=kv_dtype,
-        )
+        self._pool = KvPool(model.num_layers, shape, kv_dtype, device)
+        self._copied_at_once = max(1, COPIED_AT_ONCE * num_blocks // self._pool.nbytes)
+        self._host_pool = KvPool(model.num_layers, (host_slots, *shape[1:]), kv_dtype, torch.device("cpu"))
         self._tables = torch.zeros((max_num_requests, max_blocks), dtype=torch.int32, device=device)
 
     @property
     def pool_bytes(self) -> int:
         """Bytes of the KV pool as allocated."""
-        return self._pool.numel() * self._pool.element_size()
+        return self._pool.nbytes
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor:
@@ -77,10 +74,11 @@ class ModelRunner:
         hidden = self.decoder.forward(
             self._to_device(torch.from_numpy(batch.token_ids)),
             self._to_device(torch.from_numpy(batch.positions)),
-            self._kv_caches,
+            self._pool.caches,
             self._to_device(torch.from_numpy(batch.slots)),
             plan,
             self._backend,
+            self._pool.scales,
         )
         return hidden[self._to_device(torch.from_numpy(batch.wanted))]
 
@@ -90,15 +88,17 @@ class ModelRunner:
         return self.decoder.logits(hidden)
 
     @torch.inference_mode()
+    def arg_max(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """See `Decoder.arg_max`."""
+        return self.decoder.arg_max(hidden)
+
+    @torch.inference_mode()
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Make these copies, one after the other as far as it can be told."""
-        for kind, run in _independent_runs(copies, max(1, COPIED_AT_ONCE // self._block_bytes)):
+        for kind, run in _independent_runs(copies, self._copied_at_once):
             source = self._host_pool if kind is CopyKind.TO_DEVICE else self._pool
             target = self._host_pool if kind is CopyKind.TO_HOST else self._pool
-            src = torch.tensor([copy.src for copy in run], dtype=torch.int64)
-            dst = torch.tensor([copy.dst for copy in run], dtype=torch.int64)
-            blocks = source.index_select(1, src.to(source.device))
-            target.index_copy_(1, dst.to(target.device), blocks.to(target.device))
+            target.copy_from(source, [copy.src for copy in run], [copy.dst for copy in run])
 
     def synchronize(self) -> None:
         """Wait until the device has done what it was told."""
@@ -107,17 +107,15 @@ class ModelRunner:
 
     def read_block(self, layer: int, block_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of one block of one layer, each [num_kv_heads, block_size, head_dim]."""
-        return read_block(self._kv_caches[layer], block_id)
+        return self._pool.read(layer, block_id)
 
     def fill_blocks(self, block_ids: Sequence[int], value: float) -> None:
         """Overwrite whole blocks in every layer; tests poison free blocks with NaN this way."""
-        ids = torch.tensor(block_ids, dtype=torch.int64, device=self._device)
-        for kv_cache in self._kv_caches:
-            fill_block(kv_cache, ids, value)
+        self._pool.fill(block_ids, value)
 
     def fill_host_slots(self, slots: Sequence[int], value: float) -> None:
         """Overwrite whole slots of host memory, as `fill_blocks` does for blocks."""
-        self._host_pool.index_fill_(1, torch.tensor(slots, dtype=torch.int64), value)
+        self._host_pool.fill(slots, value)
 
     def _apply(self, updates: TableUpdates) -> None:
         if len(updates):

@@ -3,8 +3,9 @@
 It keeps nothing from step to step and knows nothing of requests, text or the scheduler. A row's result depends on
 that row alone, to the bit: every sum is taken over one row, in an order that its neighbours do not change.
 
-The arg-max runs on the logits' own device. Rows that are not greedy are brought to the host and drawn there with
-numpy; a kernel that draws on the device must give the same tokens (philox.py fixes the noise).
+The arg-max runs on the logits' own device, or together with the final projection where the runner has such a pass:
+then greedy rows need no logits at all. Rows that are not greedy are brought to the host and drawn there with numpy; a
+kernel that draws on the device must give the same tokens (philox.py fixes the noise).
 """
 
 from __future__ import annotations
@@ -40,14 +41,36 @@ class Sampler:
 
     Args:
         logits: hidden states [n, hidden_size] -> float32 logits [n, vocab_size].
+        arg_max: the same -> per row the lowest id of the largest logit, and that logit (a NaN counts as -inf); None
+            where there is no pass that does without the logits.
     """
 
-    def __init__(self, logits: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(
+        self,
+        logits: Callable[[torch.Tensor], torch.Tensor],
+        arg_max: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor] | None] = lambda hidden: None,
+    ) -> None:
         self._logits = logits
+        self._fused_arg_max = arg_max
 
     def sample(self, hidden: torch.Tensor, batch: SamplingBatch) -> StepResult:
         """One token per row of `hidden` [n, hidden_size], which are the batch's in order."""
-        return self.sample_logits(self._logits(hidden), batch)
+        is_plain = (batch.temperature < GREEDY_BELOW) & (batch.num_logprobs < 0)
+        is_plain[[row for row, _ in batch.banned]] = False
+        plain = np.flatnonzero(is_plain)
+        found = self._fused_arg_max(_rows(hidden, plain)) if len(plain) else None
+        if found is None:
+            return self.sample_logits(self._logits(hidden), batch)
+        ids, best = found[0].numpy(), found[1].numpy()
+        token_ids = np.zeros(len(batch), np.int32)
+        token_ids[plain] = ids
+        # A row without a finite logit is worth the long way.
+        rest = np.sort(np.concatenate((np.flatnonzero(~is_plain), plain[~np.isfinite(best)])))
+        if not len(rest):
+            return StepResult(token_ids, {})
+        result = self.sample_logits(self._logits(_rows(hidden, rest)), batch.take(rest))
+        token_ids[rest] = result.token_ids
+        return StepResult(token_ids, {int(rest[row]): logprobs for row, logprobs in result.logprobs.items()})
 
     def sample_logits(self, logits: torch.Tensor, batch: SamplingBatch) -> StepResult:
         """`sample` from the logits, float32 [n, vocab_size], which stay as they are.
@@ -101,6 +124,10 @@ class _Candidates:
     ids: Int64s
     logits: Float32s
     best: np.float32
+
+
+def _rows(hidden: torch.Tensor, rows: Int64s) -> torch.Tensor:
+    return hidden if len(rows) == len(hidden) else hidden[torch.from_numpy(rows)]
 
 
 def _arg_max(logits: torch.Tensor) -> tuple[Int64s, Float32s]:

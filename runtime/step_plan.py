@@ -116,6 +116,20 @@ class SamplingBatch:
     def __len__(self) -> int:
         return len(self.seed)
 
+    def take(self, indices: npt.NDArray[np.int64]) -> SamplingBatch:
+        """The parameters of some rows, in this order."""
+        places = {int(index): place for place, index in enumerate(indices)}
+        return SamplingBatch(
+            temperature=self.temperature[indices],
+            top_k=self.top_k[indices],
+            top_p=self.top_p[indices],
+            min_p=self.min_p[indices],
+            seed=self.seed[indices],
+            output_index=self.output_index[indices],
+            num_logprobs=self.num_logprobs[indices],
+            banned=tuple((places[index], ids) for index, ids in self.banned if index in places),
+        )
+
     @classmethod
     def empty(cls) -> SamplingBatch:
         """No rows at all."""

@@ -7,14 +7,16 @@
     blocks     half of the same sessions with every block size
 
 Batching by request is the kinder kind: nothing is padded, a request's tokens are counted when they are made, not when
-its batch ends, and its memory is paged. Only who may join when is different. Ways of a part take turns; each has its
-share of the part's time budget. All ways' tokens are compared, up to ties of the two best logits.
+its batch ends, and its memory is paged. Only who may join when is different. Ways of a part take turns in an order that
+is drawn for each round; figures are medians over a way's runs, as many as the part's time budget lets it have, and each
+way stops at its share of it. All ways' tokens are compared, up to ties of the two best logits.
 
 A part that fails is named, the others are measured all the same, and the command exits with 1 or 2.
 
 Synthetic sessions: a system prompt of 277 random tokens for all, then turns of 24 to 72 random tokens, with answers of
 16 to 48 (--quick: fewer), so that they end anywhere in a block. Long prompts are random tokens too. The trace's lengths
-are made smaller by one factor, so that 95% of the requests fit into --max-len tokens; the rest are cut.
+are made smaller by one factor, so that 95% of the requests fit into --max-len tokens; the rest are cut. In a model with
+a short context all of this is made smaller, where no flag asks for it as it is.
 """
 
 from __future__ import annotations
@@ -29,43 +31,50 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from pageframe.benchmarks.experiments import batching_parts as parts
-from pageframe.benchmarks.experiments.batching_parts import QUICK, Bench, Part, Sizes
-from pageframe.benchmarks.experiments.batching_report import (
+from pageframe.benchmarks.experiments import batching_measures as measures
+from pageframe.benchmarks.experiments.batching_parts import FAILED, INTERRUPTED, Bench, Part
+from pageframe.benchmarks.experiments.batching_plot import save_plot
+from pageframe.benchmarks.experiments.batching_report import describe_agreement, draw_table, sentences
+from pageframe.benchmarks.experiments.batching_sizes import (
     BATCHING,
     BLOCKS,
     CHUNKS,
     PARTS,
     PREFIX,
-    describe_agreement,
-    draw_table,
-    save_plot,
-    sentences,
+    QUICK,
+    SESSION_ROOM,
+    Sizes,
+    check_ranges,
+    fit_context,
+    flag_name,
 )
 from pageframe.benchmarks.experiments.report import (
     EXIT_BAD_INPUT,
+    EXIT_FAILED,
     EXIT_INTERRUPTED,
+    NOT_MEASURED,
     InputError,
+    TimeBudget,
     add_output_flags,
     check_outputs,
     hardware_line,
+    run_experiment,
     write_json,
 )
-from pageframe.benchmarks.experiments.sessions import Sessions, longest_drawn, read_sessions, synthetic_sessions
+from pageframe.benchmarks.experiments.sessions import Sessions, read_sessions, synthetic_sessions
 from pageframe.benchmarks.experiments.traces import TraceRequest, read_trace, scaled, synthetic_trace
 from pageframe.runtime.config import DEFAULT_MODEL, DTYPES, EngineConfig
-from pageframe.runtime.errors import EngineError, StartupError
+from pageframe.runtime.errors import EngineError, InvalidRequestError, StartupError
 from pageframe.runtime.models.config import load_model_config
 from pageframe.runtime.models.source import resolve_source
 
-#: Answers differ, or a part failed through no fault of what was asked for.
-EXIT_DIFFERENT = EXIT_FAILED = 1
+#: Answers differ.
+EXIT_DIFFERENT = 1
 #: What ends a part, but not the command.
-FAILURES = (InputError, StartupError, EngineError, MemoryError)
+BAD_INPUT = (InputError, StartupError, InvalidRequestError)
+FAILURES = (*BAD_INPUT, EngineError, MemoryError)
 SYNTHETIC_REQUESTS = 2000
 BLOCK_SIZE = 16
-#: Contexts are at least so long where the model has them, for sessions that grow.
-ROOM = 2048
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,148 +89,138 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="conversations for 'prefix' and 'blocks': JSON lines with turns, or with session_id, timestamp and input; "
         "default: drawn ones",
     )
-    for name, field, text in _SIZE_FLAGS:
+    for field, text in _SIZE_FLAGS.items():
         usual, quick = getattr(Sizes(), field), getattr(QUICK, field)
         parser.add_argument(
-            name, dest=f"size_{field}", type=int, metavar="N", help=f"{text} (default: {usual}, quick: {quick})"
+            f"--{flag_name(field)}",
+            dest=f"size_{field}",
+            type=int,
+            metavar="N",
+            help=f"{text} (default: {usual}, quick: {quick})",
         )
     parser.add_argument("--rate", type=float, help="requests a second (default: 0.8 of what was served at once)")
-    parser.add_argument("--budget", type=float, metavar="SECONDS", help="for each part (default: 125, with --quick 13)")
+    parser.add_argument(
+        "--budget",
+        dest="size_budget",
+        type=float,
+        metavar="SECONDS",
+        help="for each part; what one leaves over goes to those behind it "
+        f"(default: {Sizes().budget:g}, quick: {QUICK.budget:g})",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of all that is drawn (default: %(default)s)")
     parser.add_argument("--threads", type=int, help="CPU threads (default: one for each that may be used)")
     add_output_flags(parser, "batching.png")
 
 
-_SIZE_FLAGS = (
-    ("--requests", "requests", "requests of the trace"),
-    ("--max-len", "max_len", "most tokens of one of them, prompt and answer"),
-    ("--batch", "batch", "most requests at once"),
-    ("--long-tokens", "long_tokens", "tokens of a long prompt"),
-    ("--chunk", "chunk", "tokens of a step where prompts are computed in chunks"),
-    ("--num-sessions", "sessions", "conversations"),
-    ("--repeats", "repeats", "runs of each way"),
-)
+_SIZE_FLAGS = {
+    "requests": "requests of the trace",
+    "max_len": "most tokens of one of them, prompt and answer",
+    "batch": "most requests at once",
+    "long_tokens": "tokens of a long prompt",
+    "chunk": "tokens of a step where prompts are computed in chunks",
+    "sessions": "conversations",
+    "repeats": "runs of each way",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Job:
+    """What is to be measured.
+
+    Args:
+        parts: filled in while they are measured.
+        changes: numbers that the model's context made smaller, for people.
+        requests, factor: of the trace, and what its lengths were multiplied by; empty where none is served.
+        sessions: those of a file; None draws them.
+    """
+
+    sizes: Sizes
+    changes: list[str]
+    config: EngineConfig
+    parts: list[Part]
+    requests: list[TraceRequest]
+    factor: float
+    sessions: Sessions | None
 
 
 def run(args: argparse.Namespace) -> int:
     """The command; returns its exit status."""
-    try:
-        return _run(args)
-    except FAILURES as error:
-        _complain(Console(stderr=True), _describe(error))
-        return _exit_status(error)
-
-
-def _complain(console: Console, text: str) -> None:
-    console.print(f"pageframe: {text}", style="red", markup=False, highlight=False, soft_wrap=True)
-
-
-def _describe(error: Exception) -> str:
-    return str(error) or "out of memory"  # only MemoryError comes without a word
-
-
-def _exit_status(error: Exception) -> int:
-    return EXIT_BAD_INPUT if isinstance(error, InputError | StartupError) else EXIT_FAILED
+    return run_experiment(lambda: _run(args))
 
 
 def _run(args: argparse.Namespace) -> int:
     check_outputs(args.plot, args.json)
+    job = _prepare(args)
+    status = _measure_all(job, args)
     console = Console(highlight=False)
-    sizes = read_sizes(args)
-    names = [name for name in PARTS if name in (args.part or PARTS)]
-    config = _engine_config(args, sizes)
-    seed = args.seed
-    trace = synthetic_trace(SYNTHETIC_REQUESTS, seed) if args.trace is None else read_trace(args.trace, seed)
-    requests, factor = scaled(trace, sizes.requests, sizes.max_len, seed)
-    sessions = None if args.sessions is None else read_sessions(args.sessions, args.model)
-    measured: list[Part] = []
-    status = 0
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("loading", total=_num_runs(names, sizes))
-        try:
-            bench = Bench(config, sizes, seed, lambda: bar.advance(task))
-            for name in names:
-                bar.update(task, description=name)
-                part = Part(name)
-                measured.append(part)
-                try:
-                    _measure(part, bench, requests, args.rate, sessions)
-                except FAILURES as error:
-                    part.failure = _describe(error)
-                    status = max(status, _exit_status(error))
-                    _complain(bar.console, f"part {name} failed: {part.failure}")
-        except KeyboardInterrupt:
-            status = EXIT_INTERRUPTED
-    threads = args.threads or len(os.sched_getaffinity(0))
-    line = hardware_line(threads, args.dtype)
-    console.print(line, style="dim")
-    _describe_trace(console, args, requests, factor)
-    for part in measured:
+    machine = hardware_line(args.threads or len(os.sched_getaffinity(0)), args.dtype)
+    console.print(machine, style="dim")
+    for change in job.changes:
+        console.print(change, style="dim")
+    if job.requests:
+        _describe_trace(console, args, job)
+    for part in job.parts:
         _print_part(console, part)
     if status == EXIT_INTERRUPTED:
         console.print("Interrupted: partial results.", style="yellow")
-    elif any(part.agreement.different for part in measured):
+    elif any(part.agreement.different for part in job.parts):
         console.print("Some answers differ where no tie explains it.", style="red")
         status = max(status, EXIT_DIFFERENT)
     if args.json is not None:
-        write_json(args.json, _as_json(args, sizes, requests, measured, status))
-    if args.plot is not None and any(any(part.ways.values()) for part in measured):
-        save_plot(measured, line, args.plot)
+        write_json(args.json, _as_json(args, job, status))
+    if args.plot is not None and any(part.is_measured for part in job.parts):
+        save_plot(job.parts, machine, args.plot)
         console.print(f"The plot is in {args.plot}.", markup=False)
     return status
 
 
-def read_sizes(args: argparse.Namespace) -> Sizes:
-    """How much is run: the flags over the usual sizes or the quick ones.
+def _prepare(args: argparse.Namespace) -> Job:
+    """Read and check all that was asked for; only what the chosen parts need.
+
+    Raises:
+        InputError, StartupError: it can't be measured.
+    """
+    names = [name for name in PARTS if name in (args.part or PARTS)]
+    sizes, asked = read_sizes(args)
+    positions = load_model_config(resolve_source(args.model)).max_position
+    sizes, changes = fit_context(sizes, asked, names, positions, drawn_sessions=args.sessions is None)
+    if changes:
+        changes = [f"The model has {positions} positions: {', '.join(changes)}."]
+    requests: list[TraceRequest] = []
+    factor = 1.0
+    if BATCHING in names:
+        trace = (
+            synthetic_trace(SYNTHETIC_REQUESTS, args.seed) if args.trace is None else read_trace(args.trace, args.seed)
+        )
+        requests, factor = scaled(trace, sizes.requests, sizes.max_len, args.seed)
+    sessions = None
+    if args.sessions is not None and not {PREFIX, BLOCKS}.isdisjoint(names):
+        sessions = read_sessions(args.sessions, args.model)
+    config = _engine_config(args, sizes, positions)
+    return Job(sizes, changes, config, [Part(name) for name in names], requests, factor, sessions)
+
+
+def read_sizes(args: argparse.Namespace) -> tuple[Sizes, set[str]]:
+    """How much is run: the flags over the usual sizes or the quick ones; and which fields have a flag.
 
     Raises:
         InputError: a number is out of its range.
     """
-    usual = QUICK if args.quick else Sizes()
-    asked = {field: getattr(args, f"size_{field}") for _, field, _ in _SIZE_FLAGS}
+    asked = {field: getattr(args, f"size_{field}") for field in (*_SIZE_FLAGS, "budget")}
     given = {field: value for field, value in asked.items() if value is not None}
-    if args.budget is not None:
-        given["budget"] = args.budget
-    sizes = dataclasses.replace(usual, **given)
-    at_once = sizes.runners + sizes.long_prompts
-    limits: dict[str, tuple[int, int]] = {
-        "requests": (1, 100_000),
-        "max_len": (2, 2**20),
-        "batch": (1, 1024),
-        "long_tokens": (2, 2**20),
-        # A step has a token for each request that decodes.
-        "chunk": (at_once, 2**20),
-        "sessions": (1, 10_000),
-        "repeats": (1, 1000),
-    }
-    flags = {field: name.removeprefix("--") for name, field, _ in _SIZE_FLAGS}
-    for field, (low, high) in limits.items():
-        value = getattr(sizes, field)
-        if not low <= value <= high:
-            raise InputError(f"{flags[field]} is {value}; it must be from {low} to {high}")
-    if not 0 < sizes.budget <= 86_400:
-        raise InputError(f"budget is {sizes.budget:g}; it must be above 0 and at most 86400 seconds")
+    sizes = dataclasses.replace(QUICK if args.quick else Sizes(), **given)
+    check_ranges(sizes)
     if args.rate is not None and not 0 < args.rate <= 1e6:
         raise InputError(f"rate is {args.rate:g}; it must be above 0 and at most 1000000 requests a second")
-    if args.seed < 0:
-        raise InputError(f"seed is {args.seed}; it must be at least 0")
-    return sizes
+    if not 0 <= args.seed < 2**63:
+        raise InputError(f"seed is {args.seed}; it must be at least 0 and below 2**63")
+    return sizes, set(given)
 
 
-def _engine_config(args: argparse.Namespace, sizes: Sizes) -> EngineConfig:
-    """The engine that is built: a pool with room for all that runs at once, so that none is preempted.
-
-    Raises:
-        InputError: the model has no room for what was asked for.
-    """
-    positions = load_model_config(resolve_source(args.model)).max_position
-    turn = longest_drawn(sizes.user_tokens) + longest_drawn(sizes.answer_tokens)
-    session = sizes.system_tokens + sizes.turns * turn
-    for name, tokens in (("max-len", sizes.max_len), ("long-tokens", sizes.long_tokens + 1), ("a session", session)):
-        if tokens > positions:
-            raise InputError(f"{name} needs {tokens} tokens; the model has {positions} positions")
-    longest = min(positions, max(ROOM, sizes.max_len, sizes.long_tokens + 1, session))
-    at_once = max(sizes.batch, sizes.runners + sizes.long_prompts)
+def _engine_config(args: argparse.Namespace, sizes: Sizes, positions: int) -> EngineConfig:
+    """The engine that is built: a pool with room for all that runs at once, so that none is preempted."""
+    longest = min(positions, max(SESSION_ROOM, sizes.max_len, sizes.long_tokens + 1))
+    at_once = max(sizes.batch, sizes.chunk_requests, sizes.open_sessions)
     return EngineConfig(
         model=args.model,
         dtype=args.dtype,
@@ -235,17 +234,43 @@ def _engine_config(args: argparse.Namespace, sizes: Sizes) -> EngineConfig:
     )
 
 
-def _num_runs(names: list[str], sizes: Sizes) -> int:
-    ways = {BATCHING: 4, CHUNKS: 2, PREFIX: 2, BLOCKS: len(sizes.block_sizes)}
-    return sum(ways[name] for name in names) * sizes.repeats
+def _measure_all(job: Job, args: argparse.Namespace) -> int:
+    """Measure into the job's parts, one after the other; the exit status. A part that fails takes no other with it.
+
+    Raises:
+        InputError, StartupError, EngineError, MemoryError: not even the model can be run.
+    """
+    status = 0
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("loading", total=_num_runs(job))
+        try:
+            bench = Bench(job.config, job.sizes, args.seed, lambda: bar.advance(task))
+            whole = TimeBudget(job.sizes.budget * len(job.parts))
+            for index, part in enumerate(job.parts):
+                bar.update(task, description=part.name)
+                try:
+                    _measure(part, bench, job, args.rate, whole.left / (len(job.parts) - index))
+                except FAILURES as error:
+                    part.stopped, part.failure = FAILED, str(error) or "out of memory"
+                    status = max(status, EXIT_BAD_INPUT if isinstance(error, BAD_INPUT) else EXIT_FAILED)
+                    text = f"pageframe: part {part.name} failed: {part.failure}"
+                    bar.console.print(text, style="red", markup=False, highlight=False, soft_wrap=True)
+        except KeyboardInterrupt:
+            status = EXIT_INTERRUPTED
+            for part in job.parts:
+                part.stopped = part.stopped or INTERRUPTED
+    return status
 
 
-def _measure(
-    part: Part, bench: Bench, requests: list[TraceRequest], rate: float | None, sessions: Sessions | None
-) -> None:
-    sizes = bench.sizes
-    ignore_eos = sessions is None
-    make = sessions or functools.partial(
+def _num_runs(job: Job) -> int:
+    ways = {BATCHING: 4, CHUNKS: 2, PREFIX: 2, BLOCKS: len(job.sizes.block_sizes)}
+    return sum(ways[part.name] for part in job.parts) * job.sizes.repeats
+
+
+def _measure(part: Part, bench: Bench, job: Job, rate: float | None, seconds: float) -> None:
+    sizes = job.sizes
+    ignore_eos = job.sessions is None
+    make = job.sessions or functools.partial(
         synthetic_sessions,
         turns=sizes.turns,
         system_tokens=sizes.system_tokens,
@@ -254,30 +279,32 @@ def _measure(
         seed=bench.seed,
     )
     if part.name == BATCHING:
-        parts.measure_levels(bench, requests, rate, part)
+        measures.measure_levels(bench, job.requests, rate, part, seconds)
     elif part.name == CHUNKS:
-        parts.measure_chunks(bench, part)
+        measures.measure_chunks(bench, part, seconds)
     elif part.name == PREFIX:
-        parts.measure_prefix_cache(bench, make, part, ignore_eos=ignore_eos)
+        measures.measure_prefix_cache(bench, make, part, seconds, ignore_eos=ignore_eos)
     else:
-        parts.measure_block_sizes(bench, make, part, ignore_eos=ignore_eos)
+        measures.measure_block_sizes(bench, make, part, seconds, ignore_eos=ignore_eos)
 
 
-def _describe_trace(console: Console, args: argparse.Namespace, requests: list[TraceRequest], factor: float) -> None:
+def _describe_trace(console: Console, args: argparse.Namespace, job: Job) -> None:
+    requests = job.requests
     name = "synthetic trace" if args.trace is None else args.trace.name
     prompts = sum(request.prompt_tokens for request in requests)
     outputs = sum(request.output_tokens for request in requests)
     console.print(
-        f"{name}: {len(requests)} requests, lengths times {factor:.3g}: {prompts:,} prompt tokens, {outputs:,} output "
-        "tokens",
+        f"{name}: {len(requests)} requests, lengths times {job.factor:.3g}: {prompts:,} prompt tokens, "
+        f"{outputs:,} output tokens",
         style="dim",
     )
 
 
 def _print_part(console: Console, part: Part) -> None:
-    if not part.ways:  # it ended before its first way
-        return
     console.print()
+    if not part.ways:  # it ended before its first way
+        console.print(f"part {part.name}: {NOT_MEASURED}: {part.stopped}")
+        return
     console.print(draw_table(part))
     for note in part.notes:
         console.print(note[0].upper() + note[1:] + ".", style="dim")
@@ -286,22 +313,21 @@ def _print_part(console: Console, part: Part) -> None:
     console.print(describe_agreement(part), style="dim")
 
 
-def _as_json(
-    args: argparse.Namespace, sizes: Sizes, requests: list[TraceRequest], measured: list[Part], status: int
-) -> dict[str, Any]:
+def _as_json(args: argparse.Namespace, job: Job, status: int) -> dict[str, Any]:
     return {
         "dtype": args.dtype,
         "seed": args.seed,
         "partial": status == EXIT_INTERRUPTED,
-        "sizes": dataclasses.asdict(sizes),
-        "requests": [dataclasses.asdict(request) for request in requests],
+        "sizes": dataclasses.asdict(job.sizes),
+        "requests": [dataclasses.asdict(request) for request in job.requests],
         "parts": {
             part.name: {
                 "ways": part.ways,
+                "not_measured": {way: part.reason(way) for way, runs in part.ways.items() if not runs},
                 "notes": part.notes,
                 "failure": part.failure,
                 "agreement": dataclasses.asdict(part.agreement),
             }
-            for part in measured
+            for part in job.parts
         },
     }

@@ -1,32 +1,22 @@
-"""The four measurements of `pageframe bench batching` as tables, sentences and one plot of four panels."""
+"""The four measurements of `pageframe bench batching` as tables and sentences."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
-
 from rich.table import Table
 
-from pageframe.benchmarks.experiments.batching_parts import (
-    CACHE_OFF,
-    CACHE_ON,
-    ITERATION_LEVEL,
-    REQUEST_LEVEL,
-    Part,
-)
-from pageframe.benchmarks.experiments.report import COLORS, INK, NOT_MEASURED, draw_line, new_figure, save_figure
+from pageframe.benchmarks.experiments.batching_measures import AT_A_RATE, AT_ONCE, CACHE_OFF, CACHE_ON, level_ways
+from pageframe.benchmarks.experiments.batching_parts import Part
+from pageframe.benchmarks.experiments.batching_sizes import BATCHING, BLOCKS, CHUNKS, PREFIX
+from pageframe.benchmarks.experiments.report import NOT_MEASURED
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-BATCHING, CHUNKS, PREFIX, BLOCKS = PARTS = ("batching", "chunks", "prefix", "blocks")
 TITLES = {
     BATCHING: "batching by request and by iteration",
     CHUNKS: "gaps between tokens while long prompts arrive",
     PREFIX: "sessions that share prefixes",
     BLOCKS: "block size, on half of these sessions",
 }
+#: Why a way that has runs lacks a value: there were no gaps, say.
+NO_SUCH_VALUE = "none in its runs"
 #: Per part: (metric, heading, format) of each column.
 COLUMNS = {
     BATCHING: (
@@ -67,12 +57,10 @@ def draw_table(part: Part) -> Table:
     columns = _columns(part)
     rows = [["block size" if part.name == BLOCKS else "way", *(heading for _, heading, _ in columns), "runs"]]
     for way, runs in part.ways.items():
-        values = [(part.median(way, metric), form) for metric, _, form in columns]
-        cells = [NOT_MEASURED if value is None else format(value, form) for value, form in values]
-        rows.append([way, *cells, str(len(runs))])
+        rows.append([way, *(_cell(part, way, metric, form) for metric, _, form in columns), str(len(runs))])
     if part.name != BLOCKS:  # few ways and many numbers
         rows = [list(column) for column in zip(*rows, strict=True)]
-    table = Table(title=f"{TITLES[part.name]}; times in ms")
+    table = Table(title=f"{TITLES[part.name]}; times in ms, medians over the runs")
     for index, heading in enumerate(rows[0]):
         table.add_column(heading, justify="right" if index else "left")
     for row in rows[1:]:
@@ -80,12 +68,19 @@ def draw_table(part: Part) -> Table:
     return table
 
 
+def _cell(part: Part, way: str, metric: str, form: str) -> str:
+    value = part.median(way, metric)
+    if value is not None:
+        return format(value, form)
+    return f"{NOT_MEASURED}: {NO_SUCH_VALUE if part.ways[way] else part.reason(way)}"
+
+
 def _columns(part: Part) -> list[tuple[str, str, str]]:
     """COLUMNS of the part, with the longest value where there are too few for a 99th percentile."""
     columns = []
     for metric, heading, form in COLUMNS[part.name]:
         if metric.endswith("_p99_ms"):
-            tail, word = _tail(part, metric.removesuffix("_p99_ms"))
+            tail, word = tail_of(part, metric.removesuffix("_p99_ms"))
             if tail != metric and any(other == tail for other, _, _ in COLUMNS[part.name]):
                 continue
             columns.append((tail, heading.replace("p99", word), form))
@@ -94,7 +89,7 @@ def _columns(part: Part) -> list[tuple[str, str, str]]:
     return columns
 
 
-def _tail(part: Part, name: str) -> tuple[str, str]:
+def tail_of(part: Part, name: str) -> tuple[str, str]:
     """The metric of the slowest values, and its name: p99 where every run has enough values for it, else longest."""
     runs = [run for runs in part.ways.values() for run in runs]
     metric = f"{name}_p99_ms"
@@ -136,7 +131,7 @@ class _NotMeasuredError(Exception):
     """A sentence lacks a number."""
 
 
-def _value(part: Part, way: str, metric: str) -> float:
+def value_of(part: Part, way: str, metric: str) -> float:
     value = part.median(way, metric)
     if value is None:
         raise _NotMeasuredError
@@ -145,14 +140,14 @@ def _value(part: Part, way: str, metric: str) -> float:
 
 def _batching_words(part: Part) -> list[str]:
     words = []
-    tail, word = _tail(part, "ttft")
+    tail, word = tail_of(part, "ttft")
     slowest = "the p99 of the time to first token" if word == "p99" else "the longest time to first token"
-    for arrivals in ("all at once", "at a rate"):
-        old, new = f"{REQUEST_LEVEL}, {arrivals}", f"{ITERATION_LEVEL}, {arrivals}"
+    for arrivals in (AT_ONCE, AT_A_RATE):
+        old, new = level_ways(arrivals)
         try:
-            speed = [_value(part, way, "tokens_per_second") for way in (old, new)]
-            mean = [_value(part, way, "latency_mean_ms") / 1e3 for way in (old, new)]
-            first = [_value(part, way, tail) / 1e3 for way in (old, new)]
+            speed = [value_of(part, way, "tokens_per_second") for way in (old, new)]
+            mean = [value_of(part, way, "latency_mean_ms") / 1e3 for way in (old, new)]
+            first = [value_of(part, way, tail) / 1e3 for way in (old, new)]
         except _NotMeasuredError:
             continue
         words.append(
@@ -165,11 +160,11 @@ def _batching_words(part: Part) -> list[str]:
 
 def _chunks_words(part: Part) -> list[str]:
     chunked, whole = part.ways
-    tail, word = _tail(part, "gap")
-    gaps = [_value(part, way, tail) for way in (whole, chunked)]
-    longest = [_value(part, way, "gap_max_ms") for way in (whole, chunked)]
-    first = [_value(part, way, "long_ttft_p50_ms") for way in (whole, chunked)]
-    speed = [_value(part, way, "tokens_per_second") for way in (whole, chunked)]
+    tail, word = tail_of(part, "gap")
+    gaps = [value_of(part, way, tail) for way in (whole, chunked)]
+    longest = [value_of(part, way, "gap_max_ms") for way in (whole, chunked)]
+    first = [value_of(part, way, "long_ttft_p50_ms") for way in (whole, chunked)]
+    speed = [value_of(part, way, "tokens_per_second") for way in (whole, chunked)]
     also = f"; the longest gaps are {longest[1]:,.0f} and {longest[0]:,.0f} ms" if word == "p99" else ""
     return [
         f"While long prompts arrive, the {word} gap between tokens of running requests is {gaps[1]:,.0f} ms in chunks "
@@ -180,9 +175,9 @@ def _chunks_words(part: Part) -> list[str]:
 
 
 def _prefix_words(part: Part) -> list[str]:
-    hits = _value(part, CACHE_ON, "hit_rate")
-    first = [_value(part, way, "ttft_p50_ms") for way in (CACHE_ON, CACHE_OFF)]
-    speed = [_value(part, way, "tokens_per_second") for way in (CACHE_ON, CACHE_OFF)]
+    hits = value_of(part, CACHE_ON, "hit_rate")
+    first = [value_of(part, way, "ttft_p50_ms") for way in (CACHE_ON, CACHE_OFF)]
+    speed = [value_of(part, way, "tokens_per_second") for way in (CACHE_ON, CACHE_OFF)]
     return [
         f"With the prefix cache {hits:.1%} of prompt tokens were found computed, and the median time to first token is "
         f"{first[0]:,.0f} ms against {first[1]:,.0f} ms without ({first[0] / first[1]:.2f}x).",
@@ -196,9 +191,9 @@ def _blocks_words(part: Part) -> list[str]:
     if len(measured) < 2:
         raise _NotMeasuredError
     small, large = measured[0], measured[-1]
-    wasted = [_value(part, way, "wasted") for way in (small, large)]
-    hits = [_value(part, way, "hit_rate") for way in (small, large)]
-    speeds = {way: _value(part, way, "tokens_per_second") for way in measured}
+    wasted = [value_of(part, way, "wasted") for way in (small, large)]
+    hits = [value_of(part, way, "hit_rate") for way in (small, large)]
+    speeds = {way: value_of(part, way, "tokens_per_second") for way in measured}
     fastest, slowest = max(speeds, key=speeds.__getitem__), min(speeds, key=speeds.__getitem__)
     return [
         f"From blocks of {small} to blocks of {large} the slots wasted go from {wasted[0]:.1%} to {wasted[1]:.1%}, and "
@@ -206,111 +201,3 @@ def _blocks_words(part: Part) -> list[str]:
         f"The fastest size is {fastest} with {speeds[fastest]:.1f} output tokens/s, the slowest {slowest} with "
         f"{speeds[slowest]:.1f} ({speeds[slowest] / speeds[fastest]:.2f}x).",
     ]
-
-
-# ---- the plot -------------------------------------------------------------------------------------------------------
-
-
-def save_plot(parts: Sequence[Part], title: str, path: Path) -> None:
-    """Four panels, one for each part; one that was not measured says so."""
-    figure, panels = new_figure(2, 2, height=8.0)
-    draw = {BATCHING: _plot_batching, CHUNKS: _plot_chunks, PREFIX: _plot_prefix, BLOCKS: _plot_blocks}
-    by_name = {part.name: part for part in parts}
-    for axes, name in zip(panels, PARTS, strict=True):
-        axes.set_title(TITLES[name], fontsize=11)
-        part = by_name.get(name)
-        if part is None or not any(part.ways.values()):
-            axes.text(0.5, 0.5, NOT_MEASURED, ha="center", va="center", transform=axes.transAxes)
-            axes.set_xticks([])
-            axes.set_yticks([])
-        else:
-            draw[name](axes, part)
-    figure.suptitle(title, fontsize=11)
-    save_figure(figure, path)
-
-
-def _plot_batching(axes: Axes, part: Part) -> None:
-    """Latency, mean and slowest, of each way; throughput in its name."""
-    tail, word = _tail(part, "latency")
-    ways = [way for way, runs in part.ways.items() if runs]
-    names = []
-    for way in ways:
-        level, arrivals = way.split(", ")
-        names.append(f"{level},\n{arrivals}\n{_value(part, way, 'tokens_per_second'):,.0f} tok/s")
-    _grouped_bars(axes, part, ways, names, (("mean", "latency_mean_ms"), (word, tail)), 1e-3, "{:.1f}")
-    axes.set_ylabel("request latency (s)")
-
-
-def _plot_chunks(axes: Axes, part: Part) -> None:
-    ways = [way for way in part.ways if part.median(way, "gap_max_ms") is not None]
-    tail, word = _tail(part, "gap")
-    bars = [("median", "gap_p50_ms"), ("longest", "gap_max_ms")]
-    if word == "p99":
-        bars.insert(1, (word, tail))
-    _grouped_bars(axes, part, ways, ways, bars, 1, "{:,.0f}")
-    axes.set_ylabel("gap between tokens (ms)")
-
-
-def _grouped_bars(
-    axes: Axes,
-    part: Part,
-    ways: Sequence[str],
-    names: Sequence[str],
-    bars: Sequence[tuple[str, str]],
-    factor: float,
-    form: str,
-) -> None:
-    """One group for each way, one bar for each (label, metric)."""
-    width = 0.8 / len(bars)
-    highest = 0.0
-    for index, (label, metric) in enumerate(bars):
-        positions = [group + (index - (len(bars) - 1) / 2) * width for group in range(len(ways))]
-        heights = [_value(part, way, metric) * factor for way in ways]
-        highest = max([highest, *heights])
-        drawn = axes.bar(
-            positions, heights, width, label=label, color=COLORS[index], hatch=("", "//", "..")[index], edgecolor=INK
-        )
-        axes.bar_label(drawn, [form.format(height) for height in heights], fontsize=10, padding=2)
-    axes.set_xticks(range(len(ways)), names, fontsize=10)
-    axes.set_ylim(0, highest * 1.35 or 1)
-    axes.legend(loc="upper center", ncols=len(bars), fontsize=10)
-    axes.grid(axis="x", visible=False)
-    axes.set_axisbelow(True)
-
-
-def _plot_prefix(axes: Axes, part: Part) -> None:
-    for index, (way, runs) in enumerate(part.ways.items()):
-        turns = sorted({_turn(metric) for run in runs for metric in run if metric.startswith("ttft_turn_")})
-        if turns:
-            label = f"{way} (hit rate {_value(part, way, 'hit_rate'):.0%})" if way == CACHE_ON else way
-            times = [_value(part, way, f"ttft_turn_{turn}_ms") for turn in turns]
-            draw_line(axes, index, label, turns, times)
-            axes.set_xticks(turns)
-    axes.set_xlabel("turn of the session")
-    axes.set_ylabel("time to first token, median (ms)")
-    axes.set_ylim(0, axes.get_ylim()[1] * 1.25)
-    axes.legend(loc="upper left", fontsize=10)
-
-
-def _turn(metric: str) -> int:
-    return int(metric.removeprefix("ttft_turn_").removesuffix("_ms"))
-
-
-def _plot_blocks(axes: Axes, part: Part) -> None:
-    sizes = [way for way, runs in part.ways.items() if runs]
-    speeds = [_value(part, way, "tokens_per_second") for way in sizes]
-    lines = (
-        ("slots wasted", [_value(part, way, "wasted") * 100 for way in sizes]),
-        ("prompt tokens found computed", [_value(part, way, "hit_rate") * 100 for way in sizes]),
-        (f"speed, of {max(speeds):,.0f} tok/s", [speed / max(speeds) * 100 for speed in speeds]),
-    )
-    for index, (label, values) in enumerate(lines):
-        draw_line(axes, index, label, [int(way) for way in sizes], values)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks([int(way) for way in sizes], sizes)
-    axes.minorticks_off()
-    axes.set_xlabel("block size (tokens)")
-    axes.set_ylabel("share (%)")
-    axes.set_ylim(-3, 150)
-    axes.set_yticks(range(0, 101, 20))
-    axes.legend(loc="upper left", fontsize=10)

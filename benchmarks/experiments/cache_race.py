@@ -1,11 +1,13 @@
 """Several ways make the same tokens, taking turns token by token, each until its time is spent.
 
-A busy moment of the machine thus falls on all of them. Knows ways, tokens and seconds; no models, no tables.
+A busy moment of the machine thus falls on all of them, and whose turn is first is drawn by lot, so that none always
+follows the same other one. Knows ways, tokens and seconds; no models, no tables.
 """
 
 from __future__ import annotations
 
 import math
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -54,15 +56,20 @@ def run_race(
     course: Course,
     laps: Mapping[Kind, Lap],
     allowances: Mapping[Kind, float],
+    lot: random.Random,
     advance: Callable[[], object],
 ) -> None:
     """Run the course; `laps` has what was measured until now, also when this is interrupted.
 
     Args:
         allowances: seconds that each way may have spent in all; it stops where the next token would take it past them.
+        lot: draws the order of the ways anew for each token.
         advance: called after each token.
+
+    Raises:
+        EngineError: a forward pass failed.
     """
-    race = _Race(ways, course, laps)
+    race = _Race(ways, course, laps, lot)
     try:
         for kind, way in ways.items():
             if laps[kind].spent < allowances[kind]:
@@ -79,11 +86,12 @@ def run_race(
 
 
 class _Race:
-    def __init__(self, ways: Mapping[Kind, Way], course: Course, laps: Mapping[Kind, Lap]) -> None:
+    def __init__(self, ways: Mapping[Kind, Way], course: Course, laps: Mapping[Kind, Lap], lot: random.Random) -> None:
         self.running: list[Kind] = []
         self._ways = ways
         self._course = course
         self._laps = laps
+        self._lot = lot
         num_requests, self._prompt_len = course.prompts.shape
         room = np.zeros((num_requests, course.num_new), dtype=np.int64)
         self._tokens = {kind: np.concatenate((course.prompts, room), axis=1) for kind in ways}
@@ -93,12 +101,11 @@ class _Race:
         return next((kind for kind in LEADERS if kind in self.running), None)
 
     def turn(self, token: int, allowances: Mapping[Kind, float]) -> None:
-        """Every way that is to makes its `token`-th token, each time another one first."""
+        """Every way that is to makes its `token`-th token, in random order."""
         leader = self.leader()
         end = self._prompt_len + token - 1
         made: list[Kind] = []
-        shift = token % len(self.running) if self.running else 0
-        for kind in self.running[shift:] + self.running[:shift]:
+        for kind in self._lot.sample(self.running, len(self.running)):
             way, lap = self._ways[kind], self._laps[kind]
             if not self._course.asks(way, token):
                 continue
@@ -133,12 +140,7 @@ class _Race:
             lap.compared += int(comparable.sum())
             for request in np.flatnonzero(comparable & (ours[:, end] != theirs[:, end])).tolist():
                 gap = self._ways[kind].logit_gap(request, int(theirs[request, end]))
-                if gap.gap <= self._course.tolerance:
-                    lap.ties += 1
-                elif gap.gap <= gap.step:
-                    lap.one_step += 1
-                else:
-                    lap.different += 1
+                lap.parted[gap.parting(self._course.tolerance)] += 1
 
 
 def _last_seconds(lap: Lap, token: int) -> float:

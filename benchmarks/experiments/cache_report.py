@@ -12,8 +12,11 @@ from pageframe.benchmarks.experiments.cache_memory import Kind
 from pageframe.benchmarks.experiments.cache_results import Lap, Race, Results
 from pageframe.benchmarks.experiments.grids import legend_below, plain_log_axes
 from pageframe.benchmarks.experiments.report import INK, NOT_MEASURED, draw_line, new_figure, save_figure
+from pageframe.benchmarks.experiments.ties import Parting
 from pageframe.runtime.memory_plan import format_bytes
 
+#: What a token cell calls another token than expected.
+PARTINGS = {Parting.TIE: "at ties", Parting.ONE_STEP: "a step below", Parting.DIFFERENT: "DIFFERENT"}
 #: A speed-up that is larger by this factor has grown; less is noise.
 GROWN = 1.05
 
@@ -21,17 +24,15 @@ GROWN = 1.05
 def print_report(console: Console, results: Results, partial: bool) -> None:
     """Tables and sentences."""
     console.print(results.machine)
+    for note in results.notes:
+        console.print(note, style="dim")
     if partial:
         console.print("Interrupted: this is partial, only what was measured until then.", style="bold")
     console.print(_times(results))
     if any(not lap.is_whole(lap.last) for race in results.races for lap in race.laps.values()):
         console.print("~: some tokens' times are on the line between their neighbours'.", style="dim")
-    if any(lap.one_step for race in results.races for lap in race.laps.values()):
-        console.print(
-            "a step below: the other way's token has the next lower logit that bf16 can write, 0.125 below at 16 to "
-            "32, which is more than a tie's tolerance but no more than rounding.",
-            style="dim",
-        )
+    if not partial and any(lap.last < results.new_tokens[-1] for race in results.races for lap in race.laps.values()):
+        console.print(f"{NOT_MEASURED}: the way's time (--budget) was up.", style="dim")
     console.print(_growths(results))
     console.print(_memories(results))
     for sentence in sentences(results):
@@ -39,7 +40,10 @@ def print_report(console: Console, results: Results, partial: bool) -> None:
 
 
 def _times(results: Results) -> Table:
-    table = Table(title="seconds for all new tokens (ms for each), and how many times as fast as without a cache")
+    table = Table(
+        title="seconds for all new tokens (ms for each), how many times as fast as without a cache, and n, the runs of "
+        "which each token's time is the median"
+    )
     table.add_column("requests", justify="right")
     table.add_column("new tokens", justify="right")
     for kind in Kind:
@@ -59,16 +63,18 @@ def _time_cell(race: Race, kind: Kind, num_new: int) -> str:
         return NOT_MEASURED
     cell = f"{'' if lap.is_whole(num_new) else '~'}{total:.2f} s ({total / num_new * 1e3:.1f})"
     speed_up = race.speed_up(kind, num_new)
-    return cell if kind is Kind.NOTHING or speed_up is None else f"{cell}, {speed_up:.2f}x"
+    if kind is not Kind.NOTHING and speed_up is not None:
+        cell += f", {speed_up:.2f}x"
+    return f"{cell}, n={lap.runs(num_new)}"
 
 
 def _token_cell(lap: Lap, kind: Kind) -> str:
     """Are the tokens the others'?"""
     if not lap.compared:
         return "compared with" if kind is Kind.PAGED and lap.seconds else NOT_MEASURED
-    counts = ((lap.ties, "at ties"), (lap.one_step, "a step below"), (lap.different, "DIFFERENT"))
-    same = lap.compared - sum(count for count, _ in counts)
-    return ", ".join([f"{same:,} same", *(f"{count:,} {name}" for count, name in counts if count)])
+    same = lap.compared - lap.parted.total()
+    parted = [f"{lap.parted[parting]:,} {name}" for parting, name in PARTINGS.items() if lap.parted[parting]]
+    return ", ".join([f"{same:,} same", *parted])
 
 
 def _growths(results: Results) -> Table:
@@ -112,12 +118,7 @@ def _memories(results: Results) -> Table:
 
 def sentences(results: Results) -> Iterator[str]:
     """The answers in words."""
-    if results.num_different:
-        kinds = [kind for kind in Kind if any(race.laps[kind].different for race in results.races)]
-        yield (
-            f"The ways do NOT make the same tokens: {results.num_different:,} differ where the logits are no tie "
-            f"({', '.join(kinds)}), so one of the ways is wrong."
-        )
+    yield from _partings(results)
     answers = [answer for race in results.races if (answer := _advantage(results, race))]
     yield "Does the advantage of a paged cache grow with length? " + (" ".join(answers) or f"It was {NOT_MEASURED}.")
     slopes = [
@@ -132,6 +133,27 @@ def sentences(results: Results) -> Iterator[str]:
             f"{' and '.join(slopes)}."
         )
     yield _memory_in_words(results)
+
+
+def _partings(results: Results) -> Iterator[str]:
+    """What it means that some tokens are not the other way's; nothing where all are."""
+    if num_different := results.num_parted(Parting.DIFFERENT):
+        kinds = [kind for kind in Kind if any(race.laps[kind].parted[Parting.DIFFERENT] for race in results.races)]
+        yield (
+            f"The ways do NOT make the same tokens: {num_different:,} differ where the logits are no tie "
+            f"({', '.join(kinds)}), so one of the ways is wrong."
+        )
+    if num_ties := results.num_parted(Parting.TIE):
+        yield (
+            f"At ties: {num_ties:,} of {results.num_compared:,} tokens compared are another one whose logit is within "
+            f"{results.tolerance:g} of the best."
+        )
+    if num_steps := results.num_parted(Parting.ONE_STEP):
+        yield (
+            f"A step below: {num_steps:,} of {results.num_compared:,} tokens compared are another one whose logit is "
+            f"more than a tie's {results.tolerance:g} below the best, but the next lower number that bf16 has (0.125 "
+            "below at 16 to 32): rounding, and no tie by that tolerance."
+        )
 
 
 def _advantage(results: Results, race: Race) -> str:

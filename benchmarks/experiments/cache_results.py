@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
@@ -9,6 +10,30 @@ from typing import Any
 
 from pageframe.benchmarks.experiments.cache_memory import Held, Kind, KvShape
 from pageframe.benchmarks.experiments.growth import Growth, fit_growth, log_slope, running_totals
+from pageframe.benchmarks.experiments.ties import Parting
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """What is asked for, checked.
+
+    Args:
+        new_tokens, requests: ascending.
+        max_len: tokens per request that the cache reserved whole has room for.
+        budget: seconds for each way.
+        all_tokens: without a cache too; see `cache_race.Course.sampled`.
+        repeats: most runs of the longest; fewer where the time is up.
+        notes: sentences on what the model has no room for.
+    """
+
+    new_tokens: tuple[int, ...]
+    requests: tuple[int, ...]
+    prompt_len: int
+    max_len: int
+    budget: float
+    all_tokens: bool
+    repeats: int
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -16,22 +41,17 @@ class Lap:
     """What one way did with one number of requests.
 
     Args:
-        seconds: by token from 1, one for each repeat.
+        seconds: by token from 1, one for each run.
         held: memory as the tensors have it, by number of new tokens.
         compared: tokens that had another way's token to be compared with, all tokens before being equal.
-        ties: of these, other tokens whose logit is within the tolerance.
-        one_step: those whose logit is the next lower number of the arithmetic, where that is more than the tolerance:
-            bf16 logits near 20 are 0.125 apart.
-        different: all others.
+        parted: of these, other tokens, by what that means.
         spent: seconds in all.
     """
 
     seconds: dict[int, list[float]] = field(default_factory=dict)
     held: dict[int, Held] = field(default_factory=dict)
     compared: int = 0
-    ties: int = 0
-    one_step: int = 0
-    different: int = 0
+    parted: Counter[Parting] = field(default_factory=Counter)
     spent: float = 0.0
 
     @property
@@ -50,6 +70,17 @@ class Lap:
     def total(self, num_new: int) -> float | None:
         """Seconds for `num_new` tokens of each request, the prompt included; None where it was not measured."""
         return self.totals()[num_new - 1] if self.last >= num_new else None
+
+    def runs(self, num_new: int) -> int:
+        """How many runs came to the `num_new`-th token; each of them timed the tokens before it too."""
+        return len(self.seconds.get(num_new, ()))
+
+    def expected(self, num_new: int) -> float:
+        """The total for `num_new` tokens, or at least what it must be about if each takes as long as those known."""
+        known = self.total(num_new)
+        if known is not None:
+            return known
+        return self.totals()[-1] * num_new / self.last if self.seconds else 0.0
 
     def is_whole(self, num_new: int) -> bool:
         """Whether each of the first `num_new` tokens has a time of its own."""
@@ -77,6 +108,8 @@ class Results:
         new_tokens: ascending.
         memory: bytes of which is asked how many requests they hold.
         races: by number of requests, ascending.
+        tolerance: two best logits this close are a tie.
+        notes: sentences on what the model has no room for.
     """
 
     prompt_len: int
@@ -84,6 +117,8 @@ class Results:
     memory: int
     shape: KvShape
     races: list[Race]
+    tolerance: float = 0.0
+    notes: tuple[str, ...] = ()
     machine: str = ""
 
     @property
@@ -92,9 +127,13 @@ class Results:
         return any(lap.seconds for race in self.races for lap in race.laps.values())
 
     @property
-    def num_different(self) -> int:
-        """Tokens in which a way differs from another one, though the logits are no tie and no rounding apart."""
-        return sum(lap.different for race in self.races for lap in race.laps.values())
+    def num_compared(self) -> int:
+        """Tokens that were compared with another way's."""
+        return sum(lap.compared for race in self.races for lap in race.laps.values())
+
+    def num_parted(self, parting: Parting) -> int:
+        """Tokens in which a way differs from another one, and that means this."""
+        return sum(lap.parted[parting] for race in self.races for lap in race.laps.values())
 
     def growth(self, lap: Lap, kind: Kind) -> Growth | None:
         """The fit through all tokens of a lap; None where they are too few."""
@@ -133,6 +172,8 @@ class Results:
             "prompt_len": self.prompt_len,
             "new_tokens": self.new_tokens,
             "memory": self.memory,
+            "notes": self.notes,
+            "tie_tolerance": self.tolerance,
             "kv": asdict(self.shape),
             "races": [
                 {"requests": race.num_requests, "ways": {kind.value: self._lap(race, kind) for kind in Kind}}
@@ -146,15 +187,11 @@ class Results:
         return {
             "seconds_of_token": lap.seconds,
             "total_seconds": {num_new: lap.total(num_new) for num_new in self.new_tokens},
+            "runs": {num_new: lap.runs(num_new) for num_new in self.new_tokens},
             "growth": None if growth is None else asdict(growth),
             "slope": self.slope(lap),
             "bytes": {num_new: asdict(self.held(kind, race, num_new)) for num_new in self.new_tokens},
             "bytes_of_tensors": {num_new: asdict(held) for num_new, held in lap.held.items()},
             "requests_that_fit": {num_new: self.fits(kind, num_new) for num_new in self.new_tokens},
-            "tokens": {
-                "compared": lap.compared,
-                "ties": lap.ties,
-                "one_step": lap.one_step,
-                "different": lap.different,
-            },
+            "tokens": {"compared": lap.compared, **{parting.value: lap.parted[parting] for parting in Parting}},
         }

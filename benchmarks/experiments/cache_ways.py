@@ -8,7 +8,6 @@ tensor per layer enough for them; their attention is what the reference backend 
 from __future__ import annotations
 
 import itertools
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,28 +19,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pageframe.benchmarks.experiments.cache_memory import Held
+from pageframe.benchmarks.experiments.ties import LogitGap, spacing
 from pageframe.kernels.attention import AttentionPlan, StepBatch, UnsupportedError
 from pageframe.kernels.layout import MAX_GROUP_ROWS, causal_bias
-from pageframe.kernels.plan import check_cache, make_plan
+from pageframe.kernels.plan import check_cache, check_no_scales, make_plan
 from pageframe.runtime.engine import Engine
+from pageframe.runtime.errors import EngineError
 from pageframe.runtime.inspection import engine_stats
 from pageframe.runtime.model_runner import ModelRunner
 from pageframe.runtime.models.decoder import Decoder
 from pageframe.runtime.request import SamplingParams
 
 Tokens = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class LogitGap:
-    """How far a logit is below the best one.
-
-    Args:
-        step: how far apart two numbers of the arithmetic are at the best logit: 0.125 for bf16 between 16 and 32.
-    """
-
-    gap: float
-    step: float
 
 
 class Way(Protocol):
@@ -54,7 +43,11 @@ class Way(Protocol):
         """Begin with prompts [num_requests, prompt_len]; the room is taken here, and is no part of any step."""
 
     def step(self, tokens: Tokens) -> Tokens:
-        """The next token [num_requests] of sequences [num_requests, length]: the prompts and all tokens so far."""
+        """The next token [num_requests] of sequences [num_requests, length]: the prompts and all tokens so far.
+
+        Raises:
+            EngineError: a forward pass failed.
+        """
 
     def logit_gap(self, request: int, token: int) -> LogitGap:
         """How far the last step's best logit of a request is above that of `token`."""
@@ -121,8 +114,9 @@ class ContiguousBackend(ABC):
         self._step = batch
         return make_plan(batch, tables.device, block_size, batch)
 
-    def write_kv(self, k: Tensor, v: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
+    def write_kv(self, k: Tensor, v: Tensor, kv_cache: Tensor, slots: Tensor, kv_scales: Tensor | None = None) -> None:
         """Keep a step's K and V; a slot's number says nothing here, since all are written in order."""
+        check_no_scales(self.name, kv_scales)
         assert self._step is not None, "no step was planned"
         num_kv_heads, head_dim = k.shape[1:]
         new = torch.stack((k, v)).view(2, self._step.num_requests, self._step.num_new, num_kv_heads, head_dim)
@@ -144,6 +138,7 @@ class ContiguousBackend(ABC):
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        kv_scales: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """See `Backend.paged_attention`; called right after the layer's `write_kv`."""
@@ -273,7 +268,7 @@ class ContiguousWay:
         self._backend: ContiguousBackend | None = None
         self._layer_numbers = list(torch.arange(decoder.config.num_layers))
         self._logits = torch.empty(0)
-        self._computed = torch.float32
+        self._computed = "float32"
         self._num_kept = 0
 
     def start(self, prompts: Tokens, num_new_tokens: int) -> None:
@@ -301,7 +296,7 @@ class ContiguousWay:
             self._backend.plan_attention(step, torch.empty(0, device=self._device), 1),
             self._backend,
         )
-        self._computed = hidden.dtype
+        self._computed = str(hidden.dtype).removeprefix("torch.")
         self._logits = self._decoder.logits(hidden[step.num_new - 1 :: step.num_new])
         if self.keeps:
             self._num_kept = length
@@ -312,9 +307,7 @@ class ContiguousWay:
     def logit_gap(self, request: int, token: int) -> LogitGap:
         logits = self._logits[request]
         best = float(logits.max())
-        return LogitGap(
-            best - float(logits[token]), torch.finfo(self._computed).eps * math.ldexp(0.5, math.frexp(best)[1])
-        )
+        return LogitGap(best - float(logits[token]), spacing(best, self._computed))
 
     def held(self) -> Held:
         assert self._backend is not None, "not started"
@@ -351,7 +344,8 @@ class PagedWay:
     def step(self, tokens: Tokens) -> Tokens:
         while not all(self._made.values()):
             for output in self._engine.step():
-                assert output.finish_reason != "error", output.error
+                if output.error:
+                    raise EngineError(output.error)
                 self._made[output.request_id] += output.token_ids
         return np.array([made.pop(0) for made in self._made.values()], dtype=np.int64)
 

@@ -1,10 +1,10 @@
-"""The linears of one step of SmolLM2-135M on a CPU: the compiled bf16 kernel beside torch's float32 ones.
+"""The linears of one step of SmolLM2-135M on a CPU: the compiled ones beside oneDNN's packed ones.
 
     python -m pageframe.benchmarks.experiments.cpu_linear [--rows 1 8 32 256] [--repeats 10] [--threads N]
 
-One pass is the 120 matrices of 30 layers and the output projection, 134 million weights. The three take turns, and
+One pass is the 120 matrices of 30 layers and the output projection, 134 million weights. The ways take turns, and
 the table has each one's fastest pass: on a busy machine that is the one least disturbed. GB/s are of the weights as
-each holds them (2 bytes compiled, 4 bytes torch).
+each holds them (0.625 bytes of 4 bits and their scales, 2 or 4 else).
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
-import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from pageframe.kernels.cpu import load
-from pageframe.runtime.models.weights import Bf16Weight, DenseWeight, can_pack
+from pageframe.kernels.cpu import BuildError, CpuKernels, load
+from pageframe.runtime.models.blocks import BlockMatrix
+from pageframe.runtime.models.compiled import lay_out_in_order
+from pageframe.runtime.models.weights import DenseWeight, can_pack, make_weight
 
 LAYERS = 30
 LAYER_SHAPES = ((960, 576), (576, 576), (3072, 576), (576, 1536))
@@ -30,20 +31,42 @@ OUTPUT_SHAPE = (49152, 576)
 Linear = Callable[[Tensor], Tensor]
 
 
-def linears(matrices: list[Tensor]) -> dict[str, tuple[int, list[Linear]]]:
-    """Each way to multiply by the bf16 `matrices`: bytes per weight and a function for each matrix."""
-    ways: dict[str, tuple[int, list[Linear]]] = {}
-    kernels = load()
-    if kernels is not None:
-        ways["compiled bf16"] = (2, [Bf16Weight(matrix, None, kernels) for matrix in matrices])
-    if can_pack(torch.float32):
-        ways["oneDNN float32"] = (4, [DenseWeight(matrix.float()) for matrix in matrices])
-    ways["F.linear float32"] = (4, [_plain(matrix.float()) for matrix in matrices])
+def linears(matrices: list[Tensor]) -> dict[str, tuple[float, list[Linear]]]:
+    """Each way to multiply by matrices of these shapes: bytes per weight and a function for each matrix."""
+    ways: dict[str, tuple[float, list[Linear]]] = {}
+    try:
+        kernels = load()
+    except BuildError as error:
+        print(f"no compiled kernels: {error}", file=sys.stderr)
+    else:
+        ways["compiled 4 bits"] = (20 / 32, _compiled(kernels, [_random_blocks(matrix) for matrix in matrices]))
+        ways["compiled bf16"] = (2, _compiled(kernels, matrices))
+    for dtype in (torch.bfloat16, torch.float32):
+        if can_pack(dtype):
+            weights = [DenseWeight(matrix.to(dtype)) for matrix in matrices]
+            ways[f"oneDNN {dtype}".replace("torch.", "")] = (
+                dtype.itemsize,
+                [_cast(weight, dtype) for weight in weights],
+            )
     return ways
 
 
-def _plain(matrix: Tensor) -> Linear:
-    return lambda x: F.linear(x, matrix)
+def _compiled(kernels: CpuKernels, matrices: Sequence[Tensor | BlockMatrix]) -> list[Linear]:
+    weights = [make_weight(matrix, None, torch.float32, kernels) for matrix in matrices]
+    lay_out_in_order(weights)
+    return list(weights)
+
+
+def _random_blocks(matrix: Tensor) -> BlockMatrix:
+    """As many weights of 4 bits, of which only the time matters: small positive scales, minimums and any codes."""
+    n, k = matrix.shape
+    data = torch.randint(0, 256, (n, k // 32, 20), dtype=torch.uint8)
+    data[:, :, 1] = data[:, :, 3] = 0x20
+    return BlockMatrix("Q4_1", data.view(n, -1))
+
+
+def _cast(weight: DenseWeight, dtype: torch.dtype) -> Linear:
+    return lambda x: weight(x.to(dtype))
 
 
 def fastest_passes(ways: dict[str, list[Linear]], inputs: list[Tensor], repeats: int) -> dict[str, float]:

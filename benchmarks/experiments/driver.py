@@ -5,7 +5,6 @@ It keeps when each token came, by the wall clock. What it measures is the engine
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -13,16 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pageframe.benchmarks.experiments.report import TimeBudget
+from pageframe.benchmarks.experiments.ties import TIE_TOLERANCE, LogitGap, spacing
 from pageframe.runtime.engine import Engine
 from pageframe.runtime.errors import EngineError
 from pageframe.runtime.model_runner import ModelRunner
 from pageframe.runtime.request import RequestOutput, SamplingParams
 from pageframe.runtime.sampler import Sampler
-
-#: Two greedy runs may differ where the two best logits are as close as this, by the type of K and V.
-TIE_TOLERANCE = {"float32": 1e-3, "bf16": 0.05}
-#: Bits behind the leading one in the type that logits are computed in.
-_MANTISSA_BITS = {"float32": 23, "bfloat16": 7}
 
 
 class OutOfTimeError(Exception):
@@ -81,10 +76,7 @@ class Agreement:
 
     Args:
         equal: answers that are the same throughout.
-        ties: those that part at a tie of the two best logits; what follows is not compared.
-        one_step: those that part where the other token's logit is the next lower number of the arithmetic, where that
-            is more than a tie's tolerance: bf16 logits from 16 to 32 are 0.125 apart.
-        different: those that part elsewhere.
+        ties, one_step, different: those that part, by what that means (`Parting`); what follows is not compared.
         skipped: those whose prompts are different already, since they hold an answer that parted before, and those of
             only one of the runs: what is asked next can hang on the answer before.
     """
@@ -197,9 +189,8 @@ def _verdict(ours: Answer, theirs: Answer, engine: Engine) -> str:
     if index is None:
         return "different"  # one is a beginning of the other
     best, lower = _logits(engine, ours.ask.prompt + ours.tokens[:index], pairs[index])
-    if best - lower <= TIE_TOLERANCE[engine.resolved.dtype]:
-        return "ties"
-    return "one_step" if best - lower <= spacing(best, engine.resolved.compute_dtype) else "different"
+    gap = LogitGap(best - lower, spacing(best, engine.resolved.compute_dtype))
+    return gap.parting(TIE_TOLERANCE[engine.resolved.dtype])
 
 
 def _logits(engine: Engine, prompt: list[int], tokens: tuple[int, int]) -> tuple[float, float]:
@@ -217,8 +208,3 @@ def _logits(engine: Engine, prompt: list[int], tokens: tuple[int, int]) -> tuple
         probe.step()
     (row,) = kept[-1].tolist()
     return max(row), min(row[token] for token in tokens)
-
-
-def spacing(value: float, dtype: str) -> float:
-    """From `value` to the next number of the same size in this type of arithmetic: float32 or bfloat16."""
-    return math.ldexp(1.0, math.frexp(value)[1] - 1 - _MANTISSA_BITS[dtype])

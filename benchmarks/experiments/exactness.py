@@ -1,17 +1,19 @@
 """Are the tokens right? Teacher-forced exactness against transformers, however the requests were scheduled.
 
-    python -m pageframe.benchmarks.experiments.exactness [--prompts 50] [--tokens 64] [--quick]
+    python -m pageframe.benchmarks.experiments.exactness [--prompts 50] [--tokens 64] [--weights file] [--quick]
 
-The engine answers every prompt in float32 in eight ways. Four are about scheduling: alone, all in one batch, with a
-token budget of 32 (so prompts are computed in chunks beside decoding), and in a pool so small that requests are
-preempted. Four are about sharing: behind one long prefix and twice each (prefix hits), three choices of each (forks),
-in a small pool beside host memory (copies), and in a small pool without a prefix cache (all is computed again). Then
-transformers, with the same weights in float32, is fed each prompt with our tokens: each must be its maximum or within
-1e-3 of it. What is compared is thus every single choice, and one tie cannot hide what follows.
+The engine answers every prompt in eight ways. Four are about scheduling: alone, all in one batch, with a token budget
+of 32 (so prompts are computed in chunks beside decoding), and in a pool so small that requests are preempted. Four are
+about sharing: behind one long prefix and twice each (prefix hits), three choices of each (forks), in a small pool
+beside host memory (copies), and in a small pool without a prefix cache (all is computed again). Then transformers, in
+float32 with the values that the file stores, is fed each prompt with our tokens: each, greedy or drawn with a seed,
+must be its choice or within a tolerance of it. What is compared is thus every single choice, and one tie cannot hide
+what follows.
 
-A seeded choice is checked in the same way. With temperature T the sampler takes the maximum of logit + T * noise, and
-the noise is known: it depends on the seed, the output's index and the token alone. So T * noise is added to
-transformers' logits, and our token must be the maximum of the sum, or within 1e-3 of it.
+By default the engine computes in float32, and the tolerance is 1e-3. With --weights file or bf16 it computes as it
+does by default, the weights held as the file stores them or rounded to bf16, and the tolerance is 0.05. That engine's
+answers depend on nothing but the request, so all eight ways must also give each request the very tokens that it gets
+alone.
 """
 
 from __future__ import annotations
@@ -19,34 +21,50 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache
-from itertools import islice
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from pageframe.benchmarks.experiments.exactness_judge import Draw, Verdict, judge, load_oracle
+from pageframe.benchmarks.experiments.poison import PoisonedRunner
 from pageframe.benchmarks.experiments.prompts import CHAT_QUESTIONS, PLAIN_TEXTS
-from pageframe.runtime.batch import Batch
-from pageframe.runtime.block_copy import CopyKind
+from pageframe.benchmarks.experiments.ties import TIE_TOLERANCE
 from pageframe.runtime.chat_template import load_chat_template
 from pageframe.runtime.config import EngineConfig
 from pageframe.runtime.engine import Engine
 from pageframe.runtime.engine_builder import build_engine
-from pageframe.runtime.journal import AllocateEvent, CopyEvent, Event
-from pageframe.runtime.model_runner import ModelRunner
+from pageframe.runtime.journal import CopyEvent
 from pageframe.runtime.models.source import resolve_source
-from pageframe.runtime.philox import choice_seed, gumbel, token_words
+from pageframe.runtime.philox import choice_seed
 from pageframe.runtime.request import SamplingParams, choice_ids
 from pageframe.runtime.tokenizer import load_tokenizer
 
-TOLERANCE = 1e-3
-NAN = float("nan")
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """What the engine computes in.
+
+    Args:
+        settings: of EngineConfig.
+        tolerance: how far a token's logit may be below the oracle's maximum.
+        row_invariant: a request gets the same bits in all ways.
+    """
+
+    settings: Mapping[str, Any]
+    tolerance: float
+    row_invariant: bool
+
+
+#: By how weights are held.
+ARITHMETICS = {
+    "float32": Arithmetic({"dtype": "float32"}, TIE_TOLERANCE["float32"], row_invariant=False),
+    "bf16": Arithmetic({"weights": "bf16"}, TIE_TOLERANCE["bf16"], row_invariant=True),
+    "file": Arithmetic({"weights": "file"}, TIE_TOLERANCE["bf16"], row_invariant=True),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,19 +139,6 @@ SHARING_WAYS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """How one answer's tokens were drawn.
-
-    Args:
-        temperature: 0 is greedy.
-        seed: the choice's own.
-    """
-
-    temperature: float = 0.0
-    seed: int = 0
-
-
 @dataclass(slots=True)
 class Outcome:
     """What one way gave.
@@ -169,66 +174,6 @@ class Outcome:
         return ", ".join(f"{count} {name}" for name, count in counts.items() if count)
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """How our tokens compare with the oracle's logits.
-
-    Args:
-        worst_gap: the largest difference between the oracle's maximum and its logit of our token.
-        ties: tokens that are not the oracle's maximum, but within the tolerance.
-        wrong: tokens farther away.
-    """
-
-    tokens: int
-    ties: int
-    wrong: int
-    worst_gap: float
-
-
-class PoisonedRunner:
-    """An engine's runner with NaN in all memory that nobody wrote: whoever reads a slot that is not his, or not yet
-    written, gets NaN and shows.
-
-    NaN are the whole pool and host memory at first, every free block after a step, and every block that was handed out
-    since the last forward pass, once the copies of this one are made: a cached block goes from one request to the next
-    without being free in between.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        assert isinstance(engine.runner, ModelRunner)
-        self._runner = engine.runner
-        self._engine = engine
-        self._num_events = engine.journal.written
-        #: Handed out since they were last NaN.
-        self._written: set[int] = set()
-        self._runner.fill_blocks(range(engine.resolved.num_blocks), NAN)
-        if engine.resolved.host_slots:
-            self._runner.fill_host_slots(range(engine.resolved.host_slots), NAN)
-        engine.runner = self
-
-    def forward(self, batch: Batch) -> torch.Tensor:
-        self._runner.copy_blocks(batch.copies)
-        copied = {copy.dst for copy in batch.copies if copy.kind is not CopyKind.TO_HOST}
-        handed_out = {
-            block_id for event in self._new_events() if isinstance(event, AllocateEvent) for block_id in event.block_ids
-        }
-        self._written |= handed_out
-        self._runner.fill_blocks(sorted(handed_out - copied), NAN)
-        return self._runner.forward(replace(batch, copies=()))
-
-    def poison_free_blocks(self) -> None:
-        allocator = self._engine.scheduler.allocator
-        free = {block_id for block_id in self._written if allocator.state(block_id) == "free"}
-        self._written -= free
-        self._runner.fill_blocks(sorted(free), NAN)
-
-    def _new_events(self) -> Iterator[Event]:
-        journal = self._engine.journal
-        num_new, self._num_events = journal.written - self._num_events, journal.written
-        assert num_new <= len(journal), "the journal dropped events before they were seen"
-        return islice(journal, len(journal) - num_new, None)
-
-
 def prompt_token_ids(count: int) -> list[list[int]]:
     """The first `count` prompts of the default model, chat and plain text in turn, as token ids."""
     source = resolve_source("default")
@@ -249,9 +194,14 @@ def shared_prefix() -> list[int]:
     return load_tokenizer(resolve_source("default")).encode("\n\n".join(PLAIN_TEXTS), add_special_tokens=True)
 
 
-def run_way(way: Way, prompts: Sequence[Sequence[int]], num_tokens: int) -> Outcome:
-    """Answer all prompts in float32, `num_tokens` tokens each."""
-    engine = build_engine(EngineConfig(dtype="float32", **way.settings))
+def run_way(
+    way: Way,
+    prompts: Sequence[Sequence[int]],
+    num_tokens: int,
+    arithmetic: Arithmetic = ARITHMETICS["float32"],
+) -> Outcome:
+    """Answer all prompts, `num_tokens` tokens each."""
+    engine = build_engine(EngineConfig(**arithmetic.settings, **way.settings))
     poisoned = PoisonedRunner(engine) if way.poison else None
     prefix = shared_prefix() if way.shared_prefix else []
     outcome = Outcome()
@@ -266,7 +216,7 @@ def run_way(way: Way, prompts: Sequence[Sequence[int]], num_tokens: int) -> Outc
             request_id = f"{round_index}/{index}"
             for choice, choice_id in enumerate(choice_ids(request_id, way.choices)):
                 outcome.prompts.append(prompt)
-                outcome.draws.append(Draw(temperature, choice_seed(index, choice)))
+                outcome.draws.append(Draw(temperature, choice_seed(index, choice)) if temperature else Draw())
                 outputs[choice_id] = []
             engine.add(request_id, prompt, params)
             if way.one_by_one:
@@ -298,75 +248,76 @@ def _count(engine: Engine, outcome: Outcome) -> None:
     outcome.copies = Counter(event.copy_kind for event in events if isinstance(event, CopyEvent))
 
 
-@cache
-def load_oracle() -> Any:
-    """transformers' model of the default file, in float32; loaded once."""
-    from transformers import AutoModelForCausalLM
+class SoloAnswers:
+    """What requests get alone, one after the other, with no prefix cache: in an engine of one arithmetic for any
+    number of rows they get the same in whatever way."""
 
-    path = resolve_source("default").path
-    return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    def __init__(
+        self, ways: Sequence[Way], prompts: Sequence[Sequence[int]], num_tokens: int, held: Arithmetic
+    ) -> None:
+        self._outputs: dict[tuple[tuple[int, ...], Draw], list[int]] = {}
+        for shared_prefix, choices in dict.fromkeys((way.shared_prefix, way.choices) for way in ways):
+            settings = {"max_num_requests": choices, "prefix_cache": False}
+            alone = Way("alone", settings, one_by_one=True, shared_prefix=shared_prefix, choices=choices)
+            outcome = run_way(alone, prompts, num_tokens, held)
+            for prompt, draw, output in zip(outcome.prompts, outcome.draws, outcome.outputs, strict=True):
+                self._outputs.setdefault((tuple(prompt), draw), output)
 
-
-def judge(
-    oracle: Any,
-    prompts: Sequence[Sequence[int]],
-    outputs: Sequence[Sequence[int]],
-    draws: Sequence[Draw] | None = None,
-) -> Verdict:
-    """Feed the oracle each prompt with our answer and look up each of our tokens. All greedy without `draws`."""
-    answers = list(zip(map(tuple, prompts), map(tuple, outputs), draws or [Draw()] * len(outputs), strict=True))
-    gaps_of = {answer: _gaps(oracle, *answer) for answer in set(answers)}
-    gaps = torch.cat([gaps_of[answer] for answer in answers])
-    ties = int(((gaps > 0) & (gaps <= TOLERANCE)).sum())
-    return Verdict(len(gaps), ties, int((gaps > TOLERANCE).sum()), float(gaps.max()))
+    def num_different(self, outcome: Outcome) -> int:
+        """How many answers are not those that their requests get alone."""
+        answers = zip(outcome.prompts, outcome.draws, outcome.outputs, strict=True)
+        return sum(self._outputs[tuple(prompt), draw] != output for prompt, draw, output in answers)
 
 
-def _gaps(oracle: Any, prompt: Sequence[int], output: Sequence[int], draw: Draw) -> torch.Tensor:
-    """How far each of our tokens is below the maximum, float64 [len(output)]."""
-    with torch.inference_mode():
-        logits: torch.Tensor = oracle(torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1].double()
-    if draw.temperature > 0:
-        logits = logits + draw.temperature * torch.from_numpy(_noise(draw.seed, *logits.shape))
-    return logits.max(dim=1).values - logits.gather(1, torch.tensor(output)[:, None])[:, 0]
+Report = Callable[[Way, Outcome, Verdict, int | None], None]
 
 
-def _noise(seed: int, num_tokens: int, vocab_size: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """The sampler's Gumbel noise of every token at every output index, float64 [num_tokens, vocab_size]."""
-    seeds = np.full(num_tokens, seed, dtype=np.int64)
-    every_id = np.arange(vocab_size)
-    words = token_words(seeds, np.arange(num_tokens), [every_id] * num_tokens)
-    return gumbel(words).reshape(num_tokens, vocab_size)
+def run(
+    prompts: Sequence[Sequence[int]], num_tokens: int, report: Report, arithmetic: Arithmetic = ARITHMETICS["float32"]
+) -> bool:
+    """All eight ways; whether every token of each was right.
 
-
-def run(prompts: Sequence[Sequence[int]], num_tokens: int, report: Callable[[Way, Outcome, Verdict], None]) -> bool:
-    """All eight ways; whether every token of each was right."""
+    Args:
+        report: called with each way, what it gave, how the oracle judged that, and how many of its answers are not
+            those that their requests get alone (None where they need not be the same).
+    """
     oracle = load_oracle()
+    ways = (*SCHEDULING_WAYS, *SHARING_WAYS)
+    alone = SoloAnswers(ways, prompts, num_tokens, arithmetic) if arithmetic.row_invariant else None
     right = True
-    for way in track((*SCHEDULING_WAYS, *SHARING_WAYS), description="exactness", transient=True):
-        outcome = run_way(way, prompts, num_tokens)
-        verdict = judge(oracle, outcome.prompts, outcome.outputs, outcome.draws)
-        report(way, outcome, verdict)
-        right = right and verdict.wrong == 0
+    for way in track(ways, description="exactness", transient=True):
+        outcome = run_way(way, prompts, num_tokens, arithmetic)
+        verdict = judge(oracle, outcome.prompts, outcome.outputs, outcome.draws, arithmetic.tolerance)
+        num_different = None if alone is None else alone.num_different(outcome)
+        report(way, outcome, verdict, num_different)
+        right = right and verdict.wrong == 0 and not num_different
     return right
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Teacher-forced exactness against transformers, float32.")
+    parser = argparse.ArgumentParser(description="Teacher-forced exactness against transformers in float32.")
     parser.add_argument("--prompts", type=int, default=50, help="how many prompts, at most 50 (default: 50)")
     parser.add_argument("--tokens", type=int, default=64, help="output tokens of each (default: 64)")
+    parser.add_argument(
+        "--weights",
+        choices=ARITHMETICS,
+        default="float32",
+        help="float32 arithmetic, or the default one with weights as the file stores them or in bf16 (%(default)s)",
+    )
     parser.add_argument("--quick", action="store_true", help="4 prompts, 8 tokens: to see that it runs")
     args = parser.parse_args()
     num_prompts, num_tokens = (4, 8) if args.quick else (args.prompts, args.tokens)
     prompts = prompt_token_ids(num_prompts)
-    table = Table(title=f"{len(prompts)} prompts, {num_tokens} tokens each, float32")
-    for column in ("way", "tokens", "ties", "wrong", "worst gap", "meanwhile"):
+    table = Table(title=f"{len(prompts)} prompts, {num_tokens} tokens each, weights {args.weights}")
+    for column in ("way", "tokens", "exact", "ties", "wrong", "worst gap", "not as alone", "meanwhile"):
         table.add_column(column, justify="left" if column in ("way", "meanwhile") else "right")
 
-    def report(way: Way, outcome: Outcome, verdict: Verdict) -> None:
-        numbers = (verdict.tokens, verdict.ties, verdict.wrong)
-        table.add_row(way.name, *(str(number) for number in numbers), f"{verdict.worst_gap:.1e}", str(outcome))
+    def report(way: Way, outcome: Outcome, verdict: Verdict, num_different: int | None) -> None:
+        counts = (str(verdict.tokens), f"{verdict.exact:.2%}", str(verdict.ties), str(verdict.wrong))
+        different = "" if num_different is None else f"{num_different} of {len(outcome.outputs)}"
+        table.add_row(way.name, *counts, f"{verdict.worst_gap:.1e}", different, str(outcome))
 
-    right = run(prompts, num_tokens, report)
+    right = run(prompts, num_tokens, report, ARITHMETICS[args.weights])
     Console().print(table)
     print("Every token is right." if right else "Some tokens are wrong.")
     return 0 if right else 1

@@ -27,9 +27,9 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from pageframe.benchmarks.experiments.grids import add_model_flags, check_range
 from pageframe.benchmarks.experiments.report import (
     COLORS,
-    EXIT_BAD_INPUT,
     EXIT_INTERRUPTED,
     INK,
     NOT_MEASURED,
@@ -39,6 +39,7 @@ from pageframe.benchmarks.experiments.report import (
     check_outputs,
     new_figure,
     processor_name,
+    run_experiment,
     save_figure,
     write_json,
 )
@@ -46,8 +47,7 @@ from pageframe.benchmarks.experiments.traces import TraceRequest, read_trace, sy
 from pageframe.runtime import memory_plan
 from pageframe.runtime.block_allocator import BlockAllocator, OutOfBlocksError
 from pageframe.runtime.block_table import BlockTables
-from pageframe.runtime.config import DEFAULT_MODEL, DTYPES, EngineConfig, ModelConfig
-from pageframe.runtime.errors import StartupError
+from pageframe.runtime.config import EngineConfig, ModelConfig
 from pageframe.runtime.models.config import load_model_config
 from pageframe.runtime.models.source import resolve_source
 
@@ -112,7 +112,7 @@ def fill_paged(pool: Pool, lengths: Sequence[int]) -> Filled:
     tables = BlockTables(
         allocator,
         max_requests=expected + 1,
-        max_blocks=-(-pool.max_len // pool.block_size),
+        max_blocks=-(-max(lengths) // pool.block_size),
         block_size=pool.block_size,
     )
     used = count = 0
@@ -190,8 +190,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a trace of Azure's (CSV), Mooncake's (JSON lines) or ServeGen's (folder or archive); default: lognormal "
         "lengths drawn from --seed",
     )
-    parser.add_argument("--model", default=DEFAULT_MODEL, help="whose shape counts (default: %(default)s)")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="K/V type (default: %(default)s)")
+    add_model_flags(parser)
     parser.add_argument("--kv-memory", metavar="BYTES", default="4GiB", help="the pool, such as 4GiB (%(default)s)")
     parser.add_argument("--block-size", type=int, default=16, help="token slots in a block (default: %(default)s)")
     parser.add_argument(
@@ -213,19 +212,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The command; returns its exit status."""
-    console = Console(highlight=False)
-    try:
-        return _run(args, console)
-    except (InputError, StartupError) as error:
-        Console(stderr=True).print(f"pageframe: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        return EXIT_BAD_INPUT
+    return run_experiment(lambda: _run(args))
 
 
-def _run(args: argparse.Namespace, console: Console) -> int:
+def _run(args: argparse.Namespace) -> int:
     check_outputs(args.plot, args.json)
+    console = Console(highlight=False)
     orders = args.orders if args.orders is not None else 5 if args.quick else 21
-    if not 1 <= orders <= 10_000:
-        raise InputError(f"orders is {orders}; it must be from 1 to 10000")
+    check_range("orders", orders, 1, 10_000)
     if args.seed < 0:
         raise InputError(f"seed is {args.seed}; it must be at least 0")
     model = load_model_config(resolve_source(args.model))
@@ -375,6 +369,7 @@ def draw_plot(pool: Pool, results: dict[str, list[Filled]], title: str, path: Pa
     bars = left.bar(names, counts, color=COLORS[0])
     left.bar_label(bars, [f"{count:,.0f}" for count in counts], padding=3)
     left.set_ylabel("requests at once")
+    left.set_xlabel("how memory is set aside")
     left.margins(y=0.1)
     bottom = np.zeros(len(names))
     parts: tuple[tuple[str, str, str, Callable[[Filled], float]], ...] = (
@@ -387,6 +382,7 @@ def draw_plot(pool: Pool, results: dict[str, list[Filled]], title: str, path: Pa
         right.bar(names, shares, bottom=bottom, label=label, color=color, hatch=hatch, edgecolor=INK, linewidth=0.8)
         bottom += shares
     right.set_ylabel("share of the pool's slots (%)")
+    right.set_xlabel("how memory is set aside")
     right.set_ylim(0, 100)
     right.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, fontsize=10, columnspacing=1.0)
     for axes in (left, right):

@@ -2,35 +2,36 @@
 
 The same decoder answers the same prompts greedily in four ways: without a cache (the whole sequence is computed for
 every token), with one that grows by concatenation, with one reserved whole, and with the paged one of the engine. They
-take turns token by token, so one run gives the time of each token, and with it every shorter length too. All must make
-the same tokens; two may differ where the best logits are a tie, and what follows such a place is not compared.
+take turns token by token in random order, so one run gives the time of each token, and with it every shorter length
+too. Every cell is run once, then again while there is time; medians count, and each says of how many runs it is one.
+All must make the same tokens; two may differ where the best logits are a tie or one step of the arithmetic apart, which
+is counted, and what follows such a place is not compared.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import Progress
 
-from pageframe.benchmarks.experiments import cache_report
+from pageframe.benchmarks.experiments import cache_report, grids
 from pageframe.benchmarks.experiments.cache_memory import Kind, KvShape
-from pageframe.benchmarks.experiments.cache_results import Race, Results
-from pageframe.benchmarks.experiments.grids import count, seconds, shown
+from pageframe.benchmarks.experiments.cache_results import Grid, Race, Results
+from pageframe.benchmarks.experiments.grids import count
 from pageframe.benchmarks.experiments.report import (
-    EXIT_BAD_INPUT,
     EXIT_INTERRUPTED,
     InputError,
     add_output_flags,
     check_outputs,
     hardware_line,
+    run_experiment,
     write_json,
 )
-from pageframe.runtime.config import DEFAULT_MODEL, DTYPES, EngineConfig, ModelConfig
+from pageframe.benchmarks.experiments.ties import TIE_TOLERANCE, Parting
+from pageframe.runtime.config import LIMITS, EngineConfig, ModelConfig
 from pageframe.runtime.errors import ConfigError
 from pageframe.runtime.memory_plan import format_bytes, free_memory, kv_bytes_per_token, parse_bytes
 from pageframe.runtime.models.config import load_model_config
@@ -43,54 +44,21 @@ DEFAULTS = EngineConfig()
 NEW_TOKENS, QUICK_NEW_TOKENS = (16, 64, 256, 1024), (16, 64)
 REQUESTS, QUICK_REQUESTS = (1, 8, 32), (1, 8)
 BUDGET_SECONDS, QUICK_BUDGET_SECONDS = 130.0, 11.0
-REPEATS, QUICK_REPEATS = 3, 1
+REPEATS = 3
 #: With the numbers of new tokens it fills no block whole, which would be the paged way's best case.
 PROMPT_LEN = 37
 EXIT_DIFFERENT_TOKENS = 1
-#: Two best logits this close are a tie.
-TOLERANCES = {"float32": 1e-3, "bf16": 0.05}
-
-
-@dataclass(frozen=True, slots=True)
-class Grid:
-    """What is asked for, checked.
-
-    Args:
-        new_tokens, requests: ascending.
-        max_len: tokens per request that the cache reserved whole has room for.
-        budget: seconds for each way.
-        all_tokens: without a cache too; see `cache_race.Course.sampled`.
-        repeats: runs up to the smallest number of new tokens; beyond it there is one.
-    """
-
-    new_tokens: tuple[int, ...]
-    requests: tuple[int, ...]
-    prompt_len: int
-    max_len: int
-    budget: float
-    all_tokens: bool
-    repeats: int
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default=DEFAULT_MODEL, help="as for `pageframe serve` (%(default)s)")
-    parser.add_argument("--dtype", choices=DTYPES, default=DEFAULTS.dtype, help="as for serve (%(default)s)")
+    grids.add_model_flags(parser)
+    grids.add_grid_flag(parser, "--new-tokens", "tokens to make for each request", NEW_TOKENS, QUICK_NEW_TOKENS)
+    grids.add_grid_flag(parser, "--requests", "requests at once", REQUESTS, QUICK_REQUESTS)
     parser.add_argument(
-        "--new-tokens",
+        "--prompt-len",
         type=count,
-        nargs="+",
         metavar="N",
-        help=f"tokens to make for each request ({shown(NEW_TOKENS)}; quick: {shown(QUICK_NEW_TOKENS)})",
-    )
-    parser.add_argument(
-        "--requests",
-        type=count,
-        nargs="+",
-        metavar="N",
-        help=f"requests at once ({shown(REQUESTS)}; quick: {shown(QUICK_REQUESTS)})",
-    )
-    parser.add_argument(
-        "--prompt-len", type=count, default=PROMPT_LEN, metavar="N", help="tokens of a prompt (%(default)s)"
+        help=f"tokens of a prompt ({PROMPT_LEN}, or half of what a smaller model has room for)",
     )
     parser.add_argument(
         "--max-len",
@@ -101,12 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memory", default="1GiB", metavar="SIZE", help="K/V memory: how many requests does it hold? (%(default)s)"
     )
-    parser.add_argument(
-        "--budget",
-        type=seconds,
-        metavar="SECONDS",
-        help=f"time for each way ({BUDGET_SECONDS:g}; quick: {QUICK_BUDGET_SECONDS:g})",
-    )
+    grids.add_budget_flag(parser, "each way", BUDGET_SECONDS, QUICK_BUDGET_SECONDS)
     parser.add_argument(
         "--all-tokens",
         action="store_true",
@@ -116,19 +79,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--repeats",
         type=count,
+        default=REPEATS,
         metavar="N",
-        help=f"runs up to the smallest number of new tokens; medians count ({REPEATS}; quick: {QUICK_REPEATS})",
+        help="runs of each cell while there is time; medians count (%(default)s)",
     )
     add_output_flags(parser, "kv-cache.png")
 
 
 def run(args: argparse.Namespace) -> int:
     """The command; returns its exit status, which is 1 where the ways' tokens differ."""
-    try:
-        return _run(args)
-    except InputError as error:
-        print(f"pageframe bench kv-cache: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+    return run_experiment(lambda: _run(args))
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -138,7 +98,15 @@ def _run(args: argparse.Namespace) -> int:
     memory = _memory(args.memory)
     shape = KvShape(kv_bytes_per_token(model, args.dtype), model.num_layers, DEFAULTS.block_size, grid.max_len)
     _check_memory(grid, shape)
-    results = Results(grid.prompt_len, grid.new_tokens, memory, shape, [Race(number) for number in grid.requests])
+    results = Results(
+        grid.prompt_len,
+        grid.new_tokens,
+        memory,
+        shape,
+        [Race(number) for number in grid.requests],
+        tolerance=TIE_TOLERANCE[args.dtype],
+        notes=grid.notes,
+    )
     interrupted = False
     try:
         _measure(args, grid, model, results)
@@ -153,33 +121,33 @@ def _run(args: argparse.Namespace) -> int:
         console.print(f"The plot is {args.plot}.")
     if interrupted:
         return EXIT_INTERRUPTED
-    return EXIT_DIFFERENT_TOKENS if results.num_different else 0
+    return EXIT_DIFFERENT_TOKENS if results.num_parted(Parting.DIFFERENT) else 0
 
 
 def _grid(args: argparse.Namespace, model: ModelConfig) -> Grid:
-    new_tokens = tuple(sorted(set(args.new_tokens or (QUICK_NEW_TOKENS if args.quick else NEW_TOKENS))))
-    longest = args.prompt_len + new_tokens[-1]
+    requests = tuple(sorted(set(args.requests or (QUICK_REQUESTS if args.quick else REQUESTS))))
+    budget = args.budget or (QUICK_BUDGET_SECONDS if args.quick else BUDGET_SECONDS)
+    grids.check_range("requests", requests[-1], 1, grids.MAX_REQUESTS)
+    grids.check_range("repeats", args.repeats, 1, grids.MAX_REPEATS)
+    grids.check_range("budget", budget, 0, grids.MAX_BUDGET_SECONDS)
+    prompt_len = args.prompt_len or min(PROMPT_LEN, model.max_position // 2)
     # The paged way asks for one token more, so that its last one can be looked at before its request ends.
-    if longest + 1 > model.max_position:
-        raise InputError(
-            f"new-tokens is {new_tokens[-1]}; behind a prompt of {args.prompt_len} tokens this model has room for "
-            f"{model.max_position - args.prompt_len - 1}"
-        )
+    grids.check_range("prompt-len", prompt_len, 1, model.max_position - 2)
+    new_tokens, notes = grids.lengths_that_fit(
+        "new-tokens",
+        args.new_tokens,
+        QUICK_NEW_TOKENS if args.quick else NEW_TOKENS,
+        model.max_position - prompt_len - 1,
+        f"behind a prompt of {prompt_len} tokens",
+    )
+    longest = prompt_len + new_tokens[-1]
     max_len = longest if args.max_len is None else args.max_len
     if not longest <= max_len <= model.max_position:
         raise InputError(
             f"max-len is {max_len}; it must be from {longest}, the longest request, to {model.max_position}, where "
             "this model's positions end"
         )
-    return Grid(
-        new_tokens=new_tokens,
-        requests=tuple(sorted(set(args.requests or (QUICK_REQUESTS if args.quick else REQUESTS)))),
-        prompt_len=args.prompt_len,
-        max_len=max_len,
-        budget=args.budget or (QUICK_BUDGET_SECONDS if args.quick else BUDGET_SECONDS),
-        all_tokens=args.all_tokens,
-        repeats=args.repeats or (QUICK_REPEATS if args.quick else REPEATS),
-    )
+    return Grid(new_tokens, requests, prompt_len, max_len, budget, args.all_tokens, args.repeats, notes)
 
 
 def _memory(text: str) -> int:
@@ -206,30 +174,15 @@ def _measure(args: argparse.Namespace, grid: Grid, model: ModelConfig, results: 
     # These load torch, which --help and a wrong flag need not wait for.
     import numpy as np
 
-    from pageframe.benchmarks.experiments.cache_race import Course, run_race
+    from pageframe.benchmarks.experiments.cache_rounds import Rounds
 
     console = Console(stderr=True)
     console.print("loading the model", style="dim")
     ways, results.machine = _ways(args, grid)
     prompts = np.random.default_rng(0).integers(0, model.vocab_size, (grid.requests[-1], grid.prompt_len))
-    longest, shortest = grid.new_tokens[-1], grid.new_tokens[0]
-    lengths = [shortest] * (grid.repeats - 1) + [longest]
-
     with Progress(console=console, transient=True) as bar:
-        task = bar.add_task("tokens", total=len(grid.requests) * sum(lengths))
-        for index, race in enumerate(results.races):
-            bar.update(task, description=f"{race.num_requests} requests")
-            warm_up = Course(prompts[: race.num_requests], 2, (), False, TOLERANCES[args.dtype])
-            run_race(ways, warm_up, Race(race.num_requests).laps, dict.fromkeys(ways, grid.budget), lambda: None)
-            spent = {kind: sum(other.laps[kind].spent for other in results.races) for kind in ways}
-            # What a way has left it shares out evenly among this and the larger numbers of requests.
-            share = {kind: (grid.budget - taken) / (len(results.races) - index) for kind, taken in spent.items()}
-            for length in lengths:
-                course = Course(
-                    prompts[: race.num_requests], length, grid.new_tokens, not grid.all_tokens, TOLERANCES[args.dtype]
-                )
-                run_race(ways, course, race.laps, share, lambda: bar.advance(task))
-            bar.update(task, completed=(index + 1) * sum(lengths))
+        task = bar.add_task("races", total=grid.repeats * len(results.races))
+        Rounds(ways, prompts, grid, results.tolerance, lambda: bar.advance(task)).run(results.races)
 
 
 def _ways(args: argparse.Namespace, grid: Grid) -> tuple[Mapping[Kind, Way], str]:
@@ -237,7 +190,8 @@ def _ways(args: argparse.Namespace, grid: Grid) -> tuple[Mapping[Kind, Way], str
     import torch
 
     from pageframe.benchmarks.experiments import cache_ways
-    from pageframe.runtime.engine_builder import TORCH_DTYPES, build_engine
+    from pageframe.runtime.arithmetic import TORCH_DTYPES
+    from pageframe.runtime.engine_builder import build_engine
     from pageframe.runtime.model_runner import ModelRunner
 
     longest = grid.prompt_len + grid.new_tokens[-1] + 1
@@ -251,7 +205,10 @@ def _ways(args: argparse.Namespace, grid: Grid) -> tuple[Mapping[Kind, Way], str
             max_num_requests=num_requests,
             # Every prompt is computed whole in the first step, as in the other ways, though none may have more than
             # half of the tokens while others wait.
-            max_num_batched_tokens=max(DEFAULTS.max_num_batched_tokens, 4 * num_requests * grid.prompt_len),
+            max_num_batched_tokens=min(
+                LIMITS["max_num_batched_tokens"][1],
+                max(DEFAULTS.max_num_batched_tokens, 4 * num_requests * grid.prompt_len),
+            ),
             prefix_cache=False,
         )
     )

@@ -5,8 +5,8 @@
 They take turns within one run, so that a busy or a throttled moment hits all; the table has the medians. Time is from
 the prompts' token ids to the last token, prefill included, loading not. With --float32 transformers runs in float32
 too: on a processor without bf16 arithmetic its bf16 is slow, while Pageframe adds bf16 values in float32. Beside them
-stands the floor: output tokens/s if every step did nothing but read the bf16 weights and the K/V once, at the read
-bandwidth that this command measures first.
+stands the floor (floor.py): output tokens/s if every decode step took no longer than its bytes or its products take at
+the speeds that this command measures first, and the prompts no time at all.
 
 Exits with 1 if Pageframe is slower than transformers' bf16 anywhere.
 """
@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from pageframe.benchmarks.experiments.floor import Floors, measure_machine
 from pageframe.runtime.config import EngineConfig
 from pageframe.runtime.engine import Engine
 from pageframe.runtime.engine_builder import build_engine
@@ -51,7 +52,6 @@ class Work:
 
 WORKS = (Work(1, 32, 128), Work(8, 128, 128), Work(32, 128, 128))
 QUICK_WORKS = (Work(1, 32, 16), Work(4, 32, 16))
-MIN_COPY_BYTES = 400_000_000
 
 
 def random_prompts(work: Work, vocab_size: int, seed: int) -> list[list[int]]:
@@ -103,41 +103,25 @@ def load_transformers(dtype: torch.dtype) -> Any:
     return model
 
 
-def read_bandwidth() -> float:
-    """Bytes per second that all threads read, median of five passes over memory far larger than the caches."""
-    data = torch.ones(MIN_COPY_BYTES // 4)
-    data.sum()
-    times = []
-    for _ in range(5):
-        started = time.perf_counter()
-        data.sum()
-        times.append(time.perf_counter() - started)
-    return MIN_COPY_BYTES / statistics.median(times)
-
-
-def floor_seconds(engine: Engine, work: Work, bandwidth: float) -> float:
-    """Reading bf16 weights once a step and each request's K/V once a token; arithmetic and everything else free."""
-    model = engine.resolved.model
-    layer = model.hidden_size * (
-        2 * model.num_heads * model.head_dim + 2 * model.num_kv_heads * model.head_dim + 3 * model.intermediate_size
-    )
-    weight_bytes = 2 * (model.num_layers * layer + model.vocab_size * model.hidden_size)
-    mean_context = work.prompt + work.output / 2
-    kv_bytes = work.requests * mean_context * engine.resolved.kv_bytes_per_token
-    return work.output * (weight_bytes + kv_bytes) / bandwidth
+def floor_seconds(floors: Floors, work: Work) -> float:
+    """Of the decode steps, which make all tokens but the first of each request."""
+    contexts = range(work.prompt + 1, work.prompt + work.output)
+    return sum(floors.decode([context] * work.requests).seconds for context in contexts)
 
 
 def measure(works: tuple[Work, ...], repeats: int, with_float32: bool) -> bool:
     """Print the table; whether Pageframe is ahead of transformers' bf16 everywhere."""
     console = Console(stderr=True)
     console.print("loading the engines", style="dim")
-    bandwidth = read_bandwidth()
     engine = build_engine(EngineConfig(dtype="bf16"))
     rivals = [load_transformers(torch.bfloat16)] + ([load_transformers(torch.float32)] if with_float32 else [])
     resolved = engine.resolved
+    machine = measure_machine(torch.device(resolved.device), getattr(torch, resolved.compute_dtype))
+    floors = Floors(resolved.model, resolved.dtype, machine)
     table = Table(
         title=f"output tokens/s, greedy, medians of {repeats}; Pageframe bf16 computes in {resolved.compute_dtype}, "
-        f"{resolved.threads} threads; reads {bandwidth / 1e9:.0f} GB/s"
+        f"{resolved.threads} threads; reads {machine.bandwidth / 1e9:.0f} GB/s, "
+        f"multiplies at {machine.flops / 1e9:.0f} GFLOP/s"
     )
     float32_columns = ("HF float32", "ratio") if with_float32 else ()
     for column in ("in + out, requests", "floor", "Pageframe", "HF bf16", "ratio", *float32_columns):
@@ -156,7 +140,7 @@ def measure(works: tuple[Work, ...], repeats: int, with_float32: bool) -> bool:
                     bar.advance(task)
             ours, *theirs = (statistics.median(taken) for taken in times)
             ahead = ahead and ours < theirs[0]
-            cells = [f"{work.output_tokens / floor_seconds(engine, work, bandwidth):.0f}"]
+            cells = [f"{work.output_tokens / floor_seconds(floors, work):.0f}"]
             cells.append(f"{work.output_tokens / ours:.1f}")
             for seconds in theirs:
                 cells += [f"{work.output_tokens / seconds:.1f}", f"{seconds / ours:.2f}x"]

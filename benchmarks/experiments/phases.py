@@ -10,25 +10,21 @@ product measured here, whichever is more.
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
 from rich.progress import Progress
 
-from pageframe.benchmarks.experiments import phases_report
-from pageframe.benchmarks.experiments.grids import count, seconds, shown
+from pageframe.benchmarks.experiments import grids, phases_report
 from pageframe.benchmarks.experiments.phases_report import Chat, Results
 from pageframe.benchmarks.experiments.report import (
-    EXIT_BAD_INPUT,
     EXIT_INTERRUPTED,
-    InputError,
     add_output_flags,
     check_outputs,
+    run_experiment,
     write_json,
 )
-from pageframe.runtime.config import DEFAULT_MODEL, DTYPES, EngineConfig, ModelConfig
+from pageframe.runtime.config import ModelConfig
 from pageframe.runtime.models.config import load_model_config
 from pageframe.runtime.models.source import resolve_source
 
@@ -48,7 +44,6 @@ QUICK_CHATS = (
 BUDGET_SECONDS, QUICK_BUDGET_SECONDS = 540.0, 45.0
 REPEATS, QUICK_REPEATS = 3, 1
 STEPS, QUICK_STEPS = 24, 8
-DEFAULTS = EngineConfig()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +52,10 @@ class Plan:
 
     Args:
         prompt_lens, contexts, requests: ascending.
+        chats: those that the model has room for.
         steps: decode steps that are timed in each cell.
         budget: seconds of each of the three measurements, in their order.
+        notes: sentences on what the model has no room for.
     """
 
     prompt_lens: tuple[int, ...]
@@ -68,6 +65,7 @@ class Plan:
     repeats: int
     steps: int
     budget: tuple[float, float, float]
+    notes: tuple[str, ...]
 
     @property
     def longest(self) -> int:
@@ -76,38 +74,27 @@ class Plan:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default=DEFAULT_MODEL, help="as for `pageframe serve` (%(default)s)")
-    parser.add_argument("--dtype", choices=DTYPES, default=DEFAULTS.dtype, help="as for serve (%(default)s)")
-    for flag, usual, quick, what in (
-        ("--prompt-lens", PROMPT_LENS, QUICK_PROMPT_LENS, "prompt tokens of which the first token is timed"),
-        ("--contexts", CONTEXTS, QUICK_CONTEXTS, "tokens in the cache while decoding"),
-        ("--requests", REQUESTS, QUICK_REQUESTS, "requests that decode at once"),
+    grids.add_model_flags(parser)
+    for flag, what, usual, quick in (
+        ("--prompt-lens", "prompt tokens of which the first token is timed", PROMPT_LENS, QUICK_PROMPT_LENS),
+        ("--contexts", "tokens in the cache while decoding", CONTEXTS, QUICK_CONTEXTS),
+        ("--requests", "requests that decode at once", REQUESTS, QUICK_REQUESTS),
     ):
-        help_text = f"{what} ({shown(usual)}; quick: {shown(quick)}; by default only what the model has room for)"
-        parser.add_argument(flag, type=count, nargs="+", metavar="N", help=help_text)
-    parser.add_argument(
-        "--budget",
-        type=seconds,
-        metavar="SECONDS",
-        help=f"time for all three measurements ({BUDGET_SECONDS:g}; quick: {QUICK_BUDGET_SECONDS:g})",
-    )
+        grids.add_grid_flag(parser, flag, what, usual, quick)
+    grids.add_budget_flag(parser, "all three measurements", BUDGET_SECONDS, QUICK_BUDGET_SECONDS)
     add_output_flags(parser, "phases.png")
 
 
 def run(args: argparse.Namespace) -> int:
     """The command; returns its exit status."""
-    try:
-        return _run(args)
-    except InputError as error:
-        print(f"pageframe bench phases: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+    return run_experiment(lambda: _run(args))
 
 
 def _run(args: argparse.Namespace) -> int:
     check_outputs(args.plot, args.json)
     model = load_model_config(resolve_source(args.model))
     plan = _plan(args, model)
-    results = Results(plan.prompt_lens, plan.contexts, plan.requests, plan.chats)
+    results = Results(plan.prompt_lens, plan.contexts, plan.requests, plan.chats, plan.notes)
     interrupted = False
     try:
         _measure(args, plan, results)
@@ -126,33 +113,39 @@ def _run(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace, model: ModelConfig) -> Plan:
     steps = QUICK_STEPS if args.quick else STEPS
     budget = args.budget or (QUICK_BUDGET_SECONDS if args.quick else BUDGET_SECONDS)
-    chats = tuple(chat for chat in (QUICK_CHATS if args.quick else CHATS) if chat.length <= model.max_position)
-    requests = args.requests or (QUICK_REQUESTS if args.quick else REQUESTS)
+    requests = tuple(sorted(set(args.requests or (QUICK_REQUESTS if args.quick else REQUESTS))))
+    grids.check_range("requests", requests[-1], 1, grids.MAX_REQUESTS)
+    grids.check_range("budget", budget, 0, grids.MAX_BUDGET_SECONDS)
+    prompt_lens, prompt_notes = grids.lengths_that_fit(
+        "prompt-lens",
+        args.prompt_lens,
+        QUICK_PROMPT_LENS if args.quick else PROMPT_LENS,
+        model.max_position - 1,
+        "before one new token",
+    )
+    contexts, context_notes = grids.lengths_that_fit(
+        "contexts",
+        args.contexts,
+        QUICK_CONTEXTS if args.quick else CONTEXTS,
+        model.max_position - steps - 1,
+        f"before {steps + 1} new tokens",
+    )
+    chats = QUICK_CHATS if args.quick else CHATS
+    chat_notes = tuple(
+        f"{chat.name}: left out; it has {chat.length:,} tokens, and this model has room for {model.max_position:,}."
+        for chat in chats
+        if chat.length > model.max_position
+    )
     return Plan(
-        prompt_lens=_lengths(
-            "prompt-lens", args.prompt_lens, QUICK_PROMPT_LENS if args.quick else PROMPT_LENS, model.max_position - 1
-        ),
-        contexts=_lengths(
-            "contexts", args.contexts, QUICK_CONTEXTS if args.quick else CONTEXTS, model.max_position - steps - 1
-        ),
-        requests=tuple(sorted(set(requests))),
-        chats=chats,
+        prompt_lens=prompt_lens,
+        contexts=contexts,
+        requests=requests,
+        chats=tuple(chat for chat in chats if chat.length <= model.max_position),
         repeats=QUICK_REPEATS if args.quick else REPEATS,
         steps=steps,
         budget=(budget * 0.2, budget * 0.3, budget * 0.5),
+        notes=chat_notes + prompt_notes + context_notes,
     )
-
-
-def _lengths(name: str, wanted: Sequence[int] | None, usual: Sequence[int], limit: int) -> tuple[int, ...]:
-    """Ascending, none above the limit: asked for, that is an error; a default is left out."""
-    if wanted is None:
-        fitting = tuple(length for length in usual if length <= limit)
-        if fitting:
-            return fitting
-        wanted = usual[:1]
-    if max(wanted) > limit or limit < 1:
-        raise InputError(f"{name} is {max(wanted)}; this model has room for {limit} with what is answered there")
-    return tuple(sorted(set(wanted)))
 
 
 def _measure(args: argparse.Namespace, plan: Plan, results: Results) -> None:
@@ -163,7 +156,11 @@ def _measure(args: argparse.Namespace, plan: Plan, results: Results) -> None:
     console = Console(stderr=True)
     console.print("loading the model", style="dim")
     phases = Phases(
-        args.model, args.dtype, longest=plan.longest, pool_tokens=plan.requests[-1] * (plan.contexts[-1] + plan.steps)
+        args.model,
+        args.dtype,
+        longest=plan.longest,
+        num_requests=plan.requests[-1],
+        pool_tokens=plan.requests[-1] * (plan.contexts[-1] + plan.steps),
     )
     results.machine = phases.machine_line
     with Progress(console=console, transient=True) as bar:

@@ -15,13 +15,21 @@ from pageframe.benchmarks.experiments.phases_report import Cell, Chat, ChatCost,
 from pageframe.benchmarks.experiments.report import TimeBudget, hardware_line
 from pageframe.runtime.config import EngineConfig
 from pageframe.runtime.engine_builder import build_engine
+from pageframe.runtime.errors import EngineError
 from pageframe.runtime.memory_plan import free_memory, kv_bytes_per_token
 from pageframe.runtime.model_runner import ModelRunner
 from pageframe.runtime.models.config import load_model_config
 from pageframe.runtime.models.source import resolve_source
-from pageframe.runtime.request import SamplingParams
+from pageframe.runtime.request import RequestOutput, SamplingParams
+
+DEFAULTS = EngineConfig()
 
 Advance = Callable[[], object]
+
+
+def no_time(budget: float) -> str:
+    """Why something is not measured."""
+    return f"no time left of {budget:.3g} s"
 
 
 class Phases:
@@ -29,12 +37,13 @@ class Phases:
 
     Args:
         longest: tokens of the longest request.
+        num_requests: most requests at once.
         pool_tokens: tokens that the pool should hold at once; it takes no more than half of the free memory.
     """
 
-    def __init__(self, model: str, dtype: str, *, longest: int, pool_tokens: int) -> None:
+    def __init__(self, model: str, dtype: str, *, longest: int, num_requests: int, pool_tokens: int) -> None:
         config = load_model_config(resolve_source(model))
-        block_size = EngineConfig().block_size
+        block_size = DEFAULTS.block_size
         block_bytes = block_size * kv_bytes_per_token(config, dtype)
         # Of each request the last block may be begun, and a first one stays behind from a prompt that is now shared.
         wanted = -(-max(pool_tokens, longest) // block_size) + 256
@@ -45,6 +54,9 @@ class Phases:
                 dtype=dtype,
                 max_model_len=longest,
                 num_blocks=max(smallest, min(wanted, free_memory() // 2 // block_bytes)),
+                max_num_requests=max(DEFAULTS.max_num_requests, num_requests),
+                # Half of a step is left for prompts when nearly all decode, so that the last ones can join the first.
+                max_num_batched_tokens=max(DEFAULTS.max_num_batched_tokens, 2 * num_requests),
             )
         )
         assert isinstance(self._engine.runner, ModelRunner)
@@ -66,7 +78,7 @@ class Phases:
     def hold_chats(self, chats: Sequence[Chat], budget: float, results: Results, advance: Advance) -> None:
         """Each chat alone, one after the other, each turn behind all that was said before it."""
         time_budget = TimeBudget(budget)
-        self._answer(self._prompt(16), 4, time_budget)  # a warm-up
+        self._answer(self._prompt(min(16, self._engine.resolved.max_model_len // 2)), 4, time_budget)  # a warm-up
         for chat in chats:
             cost = ChatCost(chat)
             history: list[int] = []
@@ -80,6 +92,8 @@ class Phases:
                 history += answer
             else:
                 results.chats[chat] = cost
+            if chat not in results.chats:
+                results.skipped[chat] = no_time(budget)
             advance()
 
     def _turn(self, prompt: list[int], answer: int, cost: ChatCost, time_budget: TimeBudget) -> list[int] | None:
@@ -116,8 +130,7 @@ class Phases:
             if not time_budget.allows():
                 self._drop_all()
                 return None
-            for output in self._engine.step():
-                assert output.finish_reason != "error", output.error
+            for output in self._step():
                 tokens += output.token_ids
                 num_cached += output.num_cached_tokens
                 seconds.append(time.perf_counter() - started)
@@ -138,10 +151,10 @@ class Phases:
                 # Not seen yet, it takes at least as long per token as the one before.
                 shorter = max((other for other in times if other < length), default=None)
                 expected = known[-1] if known else times[shorter][-1] * length / shorter if shorter else 0.0
-                if time_budget.allows(expected):
-                    made = self._answer(self._prompt(length), 1, time_budget)
-                    if made is None:
-                        return
+                made = self._answer(self._prompt(length), 1, time_budget) if time_budget.allows(expected) else None
+                if made is None:
+                    results.skipped[length] = no_time(budget)
+                else:
                     _, (seconds,), num_cached = made
                     assert num_cached == 0, "a new prompt was to be computed"
                     times.setdefault(length, []).append(seconds)
@@ -168,21 +181,28 @@ class Phases:
         self._engine.reset_prefix_cache()
         time_budget = TimeBudget(budget)
         resolved = self._engine.resolved
-        prompts = [self._prompt(contexts[-1]) for _ in range(requests[-1])]
-        computed = [0] * len(prompts)
+        prompts: list[list[int]] = [[] for _ in range(requests[-1])]
         seconds_per_token = 0.0
         for context in contexts:
             for num_requests in requests:
-                missing = sum(context - known for known in computed[:num_requests])
+                parts = prompts[:num_requests]
+                missing = sum(context - len(prompt) for prompt in parts)
                 blocks = num_requests * -(-(context + steps + 1) // resolved.block_size)
-                if blocks <= resolved.num_blocks and time_budget.allows(missing * seconds_per_token):
+                if blocks > resolved.num_blocks:
+                    skipped = f"{blocks:,} blocks needed, {resolved.num_blocks:,} in the pool"
+                elif not time_budget.allows(missing * seconds_per_token):
+                    skipped = no_time(budget)
+                else:
                     started = time.perf_counter()
-                    parts = [prompt[:context] for prompt in prompts[:num_requests]]
+                    for prompt in parts:
+                        prompt += self._prompt(context - len(prompt))
                     cell = self._compute(parts, time_budget) and self._decode_cell(parts, steps, time_budget)
                     if cell:
                         results.decode[context, num_requests] = cell
-                        computed[:num_requests] = [max(context, known) for known in computed[:num_requests]]
                         seconds_per_token = (time.perf_counter() - started) / missing if missing else seconds_per_token
+                    skipped = "they never all decoded at once" if time_budget.allows() else no_time(budget)
+                if (context, num_requests) not in results.decode:
+                    results.skipped[context, num_requests] = skipped
                 advance()
 
     def _compute(self, prompts: Sequence[list[int]], time_budget: TimeBudget) -> bool:
@@ -190,7 +210,7 @@ class Phases:
         for prompt in prompts:
             self._engine.add(self._new_id(), prompt, SamplingParams(temperature=0, max_tokens=1))
         while self._engine.has_work and time_budget.allows():
-            self._engine.step()
+            self._step()
         return not self._drop_all()
 
     def _decode_cell(self, prompts: Sequence[list[int]], steps: int, time_budget: TimeBudget) -> Cell | None:
@@ -203,7 +223,7 @@ class Phases:
         floors: list[tuple[float, str]] = []
         while self._engine.has_work and time_budget.allows():
             started = time.perf_counter()
-            outputs = self._engine.step()
+            outputs = self._step()
             seconds = time.perf_counter() - started
             record = self._engine.steps[-1]
             if record.decode_tokens == len(prompts) and record.prefill_tokens == 0:
@@ -211,10 +231,21 @@ class Phases:
                 times.append(seconds)
                 floors.append((floor.seconds, floor.bound))
             for output in outputs:
-                assert output.finish_reason != "error", output.error
                 made[output.request_id] += len(output.token_ids)
         self._drop_all()
         return Cell(median(times), *floors[len(floors) // 2]) if times else None
+
+    def _step(self) -> list[RequestOutput]:
+        """One step of the engine.
+
+        Raises:
+            EngineError: its forward pass failed.
+        """
+        outputs = self._engine.step()
+        for output in outputs:
+            if output.error:
+                raise EngineError(output.error)
+        return outputs
 
     def _drop_all(self) -> bool:
         """Abort whatever still runs or waits; whether there was anything."""

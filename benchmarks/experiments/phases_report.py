@@ -80,45 +80,69 @@ class Cell:
         return self.floor / self.seconds
 
 
+Key = Chat | int | tuple[int, int]
+
+
 @dataclass(slots=True)
 class Results:
     """Everything the report needs.
 
     Args:
+        notes: sentences on what the model has no room for.
         chats: those that were held to their end.
         first_tokens: to the first token, by prompt length.
         decode: of one step, by (context, number of requests).
+        skipped: why a chat, a prompt length or a (context, number of requests) was not measured.
     """
 
     prompt_lens: tuple[int, ...]
     contexts: tuple[int, ...]
     requests: tuple[int, ...]
     planned_chats: tuple[Chat, ...]
+    notes: tuple[str, ...] = ()
     machine: str = ""
     chats: dict[Chat, ChatCost] = field(default_factory=dict)
     first_tokens: dict[int, Cell] = field(default_factory=dict)
     decode: dict[tuple[int, int], Cell] = field(default_factory=dict)
+    skipped: dict[Key, str] = field(default_factory=dict)
 
     @property
     def measured(self) -> bool:
         """Whether anything was that a plot shows."""
         return bool(self.first_tokens or self.decode)
 
+    def not_measured(self, key: Key) -> str:
+        """A table's cell: what was reached neither measured nor skipped was interrupted."""
+        return f"{NOT_MEASURED}: {self.skipped.get(key, 'interrupted')}"
+
     def as_json(self) -> dict[str, Any]:
         return {
             "hardware": self.machine,
+            "notes": self.notes,
             "chats": [asdict(cost) for cost in self.chats.values()],
             "first_tokens": {length: asdict(cell) for length, cell in self.first_tokens.items()},
             "decode": [
                 {"context": context, "requests": requests, **asdict(cell)}
                 for (context, requests), cell in self.decode.items()
             ],
+            "not_measured": {
+                "chats": {chat.name: self.not_measured(chat) for chat in self.planned_chats if chat not in self.chats},
+                "first_tokens": {n: self.not_measured(n) for n in self.prompt_lens if n not in self.first_tokens},
+                "decode": [
+                    {"context": context, "requests": requests, "why": self.not_measured((context, requests))}
+                    for context in self.contexts
+                    for requests in self.requests
+                    if (context, requests) not in self.decode
+                ],
+            },
         }
 
 
 def print_report(console: Console, results: Results, partial: bool) -> None:
     """Tables and sentences."""
     console.print(results.machine)
+    for note in results.notes:
+        console.print(note, style="dim")
     if partial:
         console.print("Interrupted: this is partial, only what was measured until then.", style="bold")
     console.print(_chats(results))
@@ -135,7 +159,7 @@ def _chats(results: Results) -> Table:
         table.add_column(column, justify="right" if column else "left")
     for chat in results.planned_chats:
         cost = results.chats.get(chat)
-        cells = [NOT_MEASURED] + [""] * 5
+        cells = [results.not_measured(chat)] + [""] * 5
         if cost is not None:
             cells = [
                 f"{cost.prompt_tokens:,} ({cost.cached_tokens:,})",
@@ -155,7 +179,7 @@ def _first_tokens(results: Results) -> Table:
         table.add_column(column, justify="right")
     for length in results.prompt_lens:
         cell = results.first_tokens.get(length)
-        cells = [NOT_MEASURED] + [""] * 4
+        cells = [results.not_measured(length)] + [""] * 4
         if cell is not None:
             cells = [f"{cell.seconds * 1e3:.0f}", f"{length / cell.seconds:,.0f}", f"{cell.floor * 1e3:.0f}"]
             cells += [cell.bound, f"{cell.share:.0%}"]
@@ -170,7 +194,7 @@ def _decode(results: Results) -> Table:
     for requests in results.requests:
         for context in results.contexts:
             cell = results.decode.get((context, requests))
-            cells = [NOT_MEASURED] + [""] * 4
+            cells = [results.not_measured((context, requests))] + [""] * 4
             if cell is not None:
                 cells = [f"{cell.seconds * 1e3:.1f}", f"{requests / cell.seconds:.1f}", f"{requests / cell.floor:.1f}"]
                 cells += [cell.bound, f"{cell.share:.0%}"]

@@ -22,15 +22,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import random
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -40,7 +37,10 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from pageframe.runtime.chat_template import ChatTemplate, load_chat_template
+from pageframe.benchmarks.experiments.conversation_files import PromptFileError, read_mt_bench, read_taubench
+from pageframe.benchmarks.experiments.conversations import Chat, Conversation, asked_in_turn, recorded
+from pageframe.benchmarks.experiments.sessions import Held, Turn, hold
+from pageframe.runtime.chat_template import load_chat_template
 from pageframe.runtime.config import EngineConfig
 from pageframe.runtime.engine import Engine
 from pageframe.runtime.engine_builder import build_engine
@@ -48,7 +48,7 @@ from pageframe.runtime.model_runner import ModelRunner
 from pageframe.runtime.models.source import resolve_source
 from pageframe.runtime.request import RequestOutput, SamplingParams
 from pageframe.runtime.sampler import Sampler
-from pageframe.runtime.tokenizer import Tokenizer, load_tokenizer
+from pageframe.runtime.tokenizer import load_tokenizer
 
 PROMPT_TOKENS, CACHED_TOKENS = 1024, 960
 TTFT_TARGET = 0.25
@@ -100,165 +100,6 @@ def _seconds_to_first_token(engine: Engine, token_ids: list[int], expected_cache
     (output,) = outputs
     assert output.num_cached_tokens == expected_cached, f"{output.num_cached_tokens} tokens were found"
     return seconds
-
-
-# ---- conversations --------------------------------------------------------------------------------------------------
-
-#: Yields each turn's prompt and is sent the answer's token ids.
-Conversation = Generator[list[int], list[int], None]
-
-
-class Chat:
-    """A model's own way to write a conversation as token ids."""
-
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
-        self._tokenizer = tokenizer
-        self._template = template
-
-    def prompt(self, messages: Sequence[dict[str, Any]]) -> list[int]:
-        return self._tokenizer.encode(self._template.render(list(messages)), add_special_tokens=False)
-
-    def text(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids)
-
-
-def asked_in_turn(chat: Chat, questions: Sequence[str]) -> Conversation:
-    """Each turn holds all earlier questions and the answers they got."""
-    messages: list[dict[str, Any]] = []
-    for question in questions:
-        messages.append({"role": "user", "content": question})
-        answer = yield chat.prompt(messages)
-        messages.append({"role": "assistant", "content": chat.text(answer)})
-
-
-def recorded(chat: Chat, inputs: Sequence[str]) -> Conversation:
-    """Each turn is an input as it was recorded, whatever the answers are now."""
-    for text in inputs:
-        yield chat.prompt([{"role": "user", "content": text}])
-
-
-@dataclass(slots=True)
-class Turn:
-    """Sums over the conversations that had this turn.
-
-    Args:
-        cached_tokens: prompt tokens found computed.
-    """
-
-    requests: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-
-
-@dataclass(slots=True)
-class Held:
-    """Conversations that were held.
-
-    Args:
-        turns: the first, the second, and so on.
-        cut_short: conversations that ended because a prompt left no room for an answer.
-    """
-
-    turns: list[Turn] = field(default_factory=list)
-    cut_short: int = 0
-
-
-def hold(
-    engine: Engine, conversations: Iterable[Conversation], concurrency: int, answer_tokens: int, advance: Advance
-) -> Held:
-    """Hold all conversations, `concurrency` at a time, with answers of up to `answer_tokens` tokens."""
-    params = SamplingParams(temperature=0, max_tokens=answer_tokens)
-    longest = engine.resolved.max_model_len - answer_tokens
-    waiting, numbers = iter(conversations), count()
-    held = Held()
-    open_turns: dict[str, tuple[Conversation, int, list[int]]] = {}
-
-    def ask(conversation: Conversation, index: int, prompt: list[int] | None) -> None:
-        if prompt is None or len(prompt) > longest:
-            held.cut_short += prompt is not None
-            advance()
-            return
-        if index == len(held.turns):
-            held.turns.append(Turn())
-        held.turns[index].requests += 1
-        held.turns[index].prompt_tokens += len(prompt)
-        request_id = f"conversation-{next(numbers)}"
-        open_turns[request_id] = (conversation, index, [])
-        engine.add(request_id, prompt, params)
-
-    def open_more() -> None:
-        while len(open_turns) < concurrency and (conversation := next(waiting, None)) is not None:
-            ask(conversation, 0, next(conversation, None))
-
-    open_more()
-    while open_turns:
-        for output in engine.step():
-            conversation, index, answer = open_turns[output.request_id]
-            answer += output.token_ids
-            held.turns[index].cached_tokens += output.num_cached_tokens
-            if output.finish_reason:
-                del open_turns[output.request_id]
-                ask(conversation, index + 1, _reply(conversation, answer))
-                open_more()
-    return held
-
-
-def _reply(conversation: Conversation, answer: list[int]) -> list[int] | None:
-    """The next turn's prompt; None where there is none."""
-    try:
-        return conversation.send(answer)
-    except StopIteration:
-        return None
-
-
-class PromptFileError(Exception):
-    """A file given on the command line cannot be used; one line that says why."""
-
-
-def read_mt_bench(path: Path) -> list[list[str]]:
-    """The turns of each question."""
-    return [_texts(record.get("turns"), "turns", where) for where, record in _records(path)]
-
-
-def read_taubench(path: Path) -> list[list[str]]:
-    """The inputs of each session in the order of their time, the sessions in the order in which they began."""
-    sessions: dict[str, list[tuple[int, str]]] = defaultdict(list)
-    for where, record in _records(path):
-        (text,) = _texts([record.get("input")], "input", where)
-        if not isinstance(record.get("timestamp"), int):
-            raise PromptFileError(f"{where}: timestamp is not a whole number")
-        sessions[str(record.get("session_id"))].append((record["timestamp"], text))
-    in_time = sorted(sorted(calls) for calls in sessions.values())
-    return [[text for _, text in calls] for calls in in_time]
-
-
-def _texts(values: object, name: str, where: str) -> list[str]:
-    if not isinstance(values, list) or not values or not all(isinstance(value, str) for value in values):
-        raise PromptFileError(f"{where}: {name} holds no text")
-    return values
-
-
-def _records(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """The JSON objects of a file, or of a folder's *.jsonl, each with where it stands."""
-    paths = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
-    records = []
-    for file in paths:
-        try:
-            lines = file.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise PromptFileError(f"{file} cannot be read: {error}") from None
-        for number, line in enumerate(lines, 1):
-            where = f"{file} line {number}"
-            try:
-                record = json.loads(line)
-            except ValueError as error:
-                raise PromptFileError(f"{where} is not JSON: {error}") from None
-            if not isinstance(record, dict):
-                raise PromptFileError(f"{where} is not a JSON object")
-            records.append((where, record))
-    if not records:
-        raise PromptFileError(f"{path} holds no JSON lines")
-    return records
 
 
 # ---- the cost where nothing is shared -------------------------------------------------------------------------------

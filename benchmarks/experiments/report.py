@@ -7,14 +7,19 @@ import json
 import os
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from pageframe.runtime.errors import EngineError, InvalidRequestError, StartupError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 NOT_MEASURED = "not measured"
@@ -46,6 +51,20 @@ class TimeBudget:
     def allows(self, expected_seconds: float = 0.0) -> bool:
         """Whether something that takes about so long can still be measured."""
         return expected_seconds < self.left
+
+
+def run_experiment(measure: Callable[[], int]) -> int:
+    """What `measure` returns; where it can't be done as asked for, or fails, one line on standard error and the exit
+    status of that."""
+    try:
+        return measure()
+    except (InputError, StartupError, InvalidRequestError) as error:
+        status, complaint = EXIT_BAD_INPUT, str(error)
+    except (EngineError, MemoryError) as error:
+        status, complaint = EXIT_FAILED, str(error) or "out of memory"  # only MemoryError comes without a word
+    console = Console(stderr=True)
+    console.print(f"pageframe: {complaint}", style="red", markup=False, highlight=False, soft_wrap=True)
+    return status
 
 
 def add_output_flags(parser: argparse.ArgumentParser, plot_name: str) -> None:

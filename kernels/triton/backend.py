@@ -11,7 +11,14 @@ import torch
 import triton
 
 from pageframe.kernels.layout import StepLayouts
-from pageframe.kernels.plan import AttentionPlan, StepBatch, UnsupportedError, check_cache, make_plan
+from pageframe.kernels.plan import (
+    AttentionPlan,
+    StepBatch,
+    UnsupportedError,
+    check_cache,
+    check_no_scales,
+    make_plan,
+)
 from pageframe.kernels.reference import ReferenceBackend
 from pageframe.kernels.triton.decode import attend_decode
 from pageframe.kernels.triton.write import write_kv
@@ -59,8 +66,16 @@ class TritonBackend:
         max_context = int(batch.context_lens[: batch.num_decode].max(initial=0))
         return make_plan(batch, tables.device, block_size, TritonParts(tables, max_context, prefill))
 
-    def write_kv(self, k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor) -> None:
+    def write_kv(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slots: torch.Tensor,
+        kv_scales: torch.Tensor | None = None,
+    ) -> None:
         """See `Backend.write_kv`."""
+        check_no_scales(self.name, kv_scales)
         write_kv(k, v, kv_cache, slots)
 
     def paged_attention(
@@ -72,9 +87,11 @@ class TritonBackend:
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        kv_scales: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `Backend.paged_attention`."""
+        check_no_scales(self.name, kv_scales)
         parts = plan.parts
         assert isinstance(parts, TritonParts), "the plan was made by another backend"
         assert q.shape[0] == plan.num_tokens, f"q has {q.shape[0]} tokens, the plan {plan.num_tokens}"

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from pageframe.kernels.attention import AttentionPlan, Backend
+from pageframe.kernels.cpu import CpuKernels
 from pageframe.runtime.config import ModelConfig
-from pageframe.runtime.models.layers import LayerWeights, RotaryTable, decoder_layer, mlp_activation
-from pageframe.runtime.models.weights import Norm, Weight, make_norm, make_weight
+from pageframe.runtime.models.compiled import CompiledLayers, can_compile, lay_out_in_order
+from pageframe.runtime.models.layers import ComposedLayers, Layers, LayerWeights, RotaryTable, mlp_activation
+from pageframe.runtime.models.weights import CompiledWeight, Embedding, Norm, Weight, make_norm, make_weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,21 +24,23 @@ class DecoderWeights:
     """Everything a decoder holds.
 
     Args:
-        embedding: [vocab_size, hidden_size], in the storage dtype.
+        embedding: token ids -> hidden_size.
         final_norm: over hidden_size.
         output: hidden_size -> vocab_size.
         compute_dtype: the dtype of the hidden states.
+        device: of all of them.
         rope_factors: [head_dim / 2] divisors of the rotary frequencies, or None.
-        positions: [learned_positions, hidden_size], in the storage dtype, where the config has learned positions.
+        positions: positions -> hidden_size, where the config has learned positions.
     """
 
-    embedding: Tensor
+    embedding: Embedding
     layers: Sequence[LayerWeights]
     final_norm: Norm
     output: Weight
     compute_dtype: torch.dtype
+    device: torch.device
     rope_factors: Tensor | None = None
-    positions: Tensor | None = None
+    positions: Embedding | None = None
 
 
 class Decoder:
@@ -48,9 +52,8 @@ class Decoder:
     def __init__(self, config: ModelConfig, weights: DecoderWeights) -> None:
         self.config = config
         self._weights = weights
-        self._rotary = (
-            RotaryTable(config, weights.embedding.device, weights.rope_factors) if weights.positions is None else None
-        )
+        self._layers = _make_layers(config, weights)
+        self._num_layers = len(weights.layers)
 
     @classmethod
     def random(
@@ -61,8 +64,13 @@ class Decoder:
         compute_dtype: torch.dtype,
         device: torch.device,
         seed: int,
+        kernels: CpuKernels | None = None,
     ) -> Decoder:
         """A decoder with random weights, the same for the same seed and device type, in place of a model's.
+
+        Args:
+            kernels: the compiled CPU engine, if it is to compute; then storage_dtype is bfloat16 and compute_dtype
+                float32.
 
         Matrices are normal with a deviation of 1/sqrt(in_features), norms near 1, biases small: hidden states keep
         their size from layer to layer.
@@ -73,9 +81,10 @@ class Decoder:
             values = torch.empty(shape, device=device).normal_(mean, scale, generator=generator)
             return values.to(storage_dtype)
 
-        def dense(out_features: int, in_features: int, bias: bool = False) -> Weight:
+        def dense(out_features: int, in_features: int, bias: bool = False, interleaved: bool = False) -> Weight:
             values = normal(out_features, in_features, scale=in_features**-0.5)
-            return make_weight(values, normal(out_features, scale=0.1) if bias else None, compute_dtype)
+            offset = normal(out_features, scale=0.1) if bias else None
+            return make_weight(values, offset, compute_dtype, kernels, interleaved=interleaved)
 
         def norm(*shape: int, bias: bool = config.norm == "layer") -> Norm:
             weight = normal(*shape, scale=0.1, mean=1.0)
@@ -90,7 +99,12 @@ class Decoder:
                 qk_norm=norm(num_qk_heads, config.head_dim, bias=False) if config.qk_norm else None,
                 o=dense(hidden_size, config.num_heads * config.head_dim, config.output_bias),
                 mlp_norm=norm(hidden_size),
-                gate_up=dense((1 + config.gated_mlp) * intermediate_size, hidden_size, config.mlp_bias),
+                gate_up=dense(
+                    (1 + config.gated_mlp) * intermediate_size,
+                    hidden_size,
+                    config.mlp_bias,
+                    interleaved=kernels is not None and can_compile(config),
+                ),
                 activate=mlp_activation(config),
                 down=dense(hidden_size, intermediate_size, config.mlp_bias),
                 window=window,
@@ -99,12 +113,23 @@ class Decoder:
         embedding = normal(config.vocab_size, config.hidden_size, scale=1.0)
         layers = [layer(window) for window in config.windows or (None,) * config.num_layers]
         tied = config.tie_word_embeddings
-        output = make_weight(embedding, None, compute_dtype) if tied else dense(config.vocab_size, config.hidden_size)
+        if tied:
+            output = make_weight(embedding, None, compute_dtype, kernels)
+        else:
+            output = dense(config.vocab_size, config.hidden_size)
         final_norm = norm(config.hidden_size)
         positions = None
         if config.learned_positions is not None:
             positions = normal(config.learned_positions, config.hidden_size, scale=1.0)
-        weights = DecoderWeights(embedding, layers, final_norm, output, compute_dtype, positions=positions)
+        weights = DecoderWeights(
+            Embedding(embedding, compute_dtype),
+            layers,
+            final_norm,
+            output,
+            compute_dtype,
+            device,
+            positions=None if positions is None else Embedding(positions, compute_dtype),
+        )
         return cls(config, weights)
 
     def forward(
@@ -115,6 +140,7 @@ class Decoder:
         slots: Tensor,
         plan: AttentionPlan,
         backend: Backend,
+        kv_scales: Sequence[Tensor] | None = None,
     ) -> Tensor:
         """One step through all layers; K and V of its tokens go to their slots.
 
@@ -125,19 +151,41 @@ class Decoder:
             slots: int64 [num_tokens]; -1 writes nothing.
             plan: what `backend.plan_attention` made of the step.
             backend: the attention kernels.
+            kv_scales: of int8 caches, one tensor per layer.
 
         Returns:
             [num_tokens, hidden_size], before the final norm.
         """
-        hidden = self._weights.embedding.index_select(0, token_ids).to(self._weights.compute_dtype)
+        hidden = self._weights.embedding(token_ids)
         if self._weights.positions is not None:
-            hidden.add_(self._weights.positions.index_select(0, positions))
-        rotation = None if self._rotary is None else self._rotary.at(positions)
-        for layer, kv_cache in zip(self._weights.layers, kv_caches, strict=True):
-            decoder_layer(hidden, layer, self.config, rotation, kv_cache, slots, plan, backend)
+            hidden.add_(self._weights.positions(positions))
+        run_layer = self._layers.begin(positions, slots, plan, backend)
+        for index in range(self._num_layers):
+            run_layer(index, hidden, kv_caches[index], None if kv_scales is None else kv_scales[index])
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [num_rows, hidden_size], before the final norm -> float32 [num_rows, vocab_size]."""
         weights = self._weights
         return weights.output(weights.final_norm(hidden)).float()
+
+    def arg_max(self, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Per row the lowest id of the largest of its `logits`, int64, and that logit, float32: in one pass that keeps
+        no logits. A NaN counts as -inf. None where there is no such pass."""
+        weights = self._weights
+        if not isinstance(weights.output, CompiledWeight):
+            return None
+        return weights.output.arg_max(weights.final_norm(hidden))
+
+
+def _make_layers(config: ModelConfig, weights: DecoderWeights) -> Layers:
+    rotary = None
+    if weights.positions is None:
+        rotary = RotaryTable(config, weights.device, weights.rope_factors)
+    if not isinstance(weights.output, CompiledWeight):
+        return ComposedLayers(config, weights.layers, rotary)
+    in_order = [linear for layer in weights.layers for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+    lay_out_in_order([*in_order, weights.output])
+    if rotary is None or not can_compile(config):
+        return ComposedLayers(config, weights.layers, rotary)
+    return CompiledLayers(weights.output.kernels, config, weights.layers, rotary)

@@ -133,6 +133,10 @@ class GgufFile:
         except NotImplementedError:
             self._fail(f"tensor {tensor.name!r} is stored as {tensor.type_name}, which cannot be dequantised")
 
+    def read_blocks(self, tensor: GgufTensor) -> npt.NDArray[np.uint8]:
+        """The bytes of a matrix as they are stored: uint8 [rows, bytes of a row], a view of the file."""
+        return np.frombuffer(self._data, np.uint8, tensor.num_bytes, tensor.start).reshape(tensor.shape[0], -1)
+
     def _read_start(self) -> tuple[int, int]:
         """Magic, version and counts -> (number of tensors, number of metadata keys)."""
         if self._data[:4] != _MAGIC:

@@ -7,9 +7,10 @@ calling operations, so each piece uses as few as it can.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -92,6 +93,61 @@ class RotaryTable:
         """The factors of `positions`, int64 [num_tokens], each below the config's max_position."""
         return Rotation(self._cos.index_select(0, positions), self._sin.index_select(0, positions))
 
+    def pairs(self) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of every position's pairs: both [max_position, head_dim / 2] float32, views with the same
+        strides."""
+        half = self._cos.shape[2] // 2
+        return self._cos[:, 0, :half], self._sin[:, 0, half:]
+
+
+class RunLayer(Protocol):
+    """The layers of one step."""
+
+    def __call__(self, index: int, hidden: Tensor, kv_cache: Tensor, kv_scales: Tensor | None) -> None:
+        """Layer `index`: adds attention's and the MLP's output to the residual stream, in place.
+
+        Args:
+            hidden: [num_tokens, hidden_size], the residual stream; changed.
+            kv_cache: this layer's blocks; K and V of the step's tokens are written to their slots.
+            kv_scales: of int8 blocks.
+        """
+
+
+class Layers(Protocol):
+    """All layers of a decoder."""
+
+    def begin(self, positions: Tensor, slots: Tensor, plan: AttentionPlan, backend: Backend) -> RunLayer:
+        """Prepare a step.
+
+        Args:
+            positions: int64 [num_tokens].
+            slots: int64 [num_tokens]; -1 writes nothing.
+            plan: what `backend.plan_attention` made of the step.
+        """
+
+
+class ComposedLayers:
+    """Layers as torch operations around the backend's attention; see `Layers`.
+
+    Args:
+        rotary: None where the embedding has the positions already.
+    """
+
+    def __init__(self, config: ModelConfig, layers: Sequence[LayerWeights], rotary: RotaryTable | None) -> None:
+        self._config = config
+        self._layers = layers
+        self._rotary = rotary
+
+    def begin(self, positions: Tensor, slots: Tensor, plan: AttentionPlan, backend: Backend) -> RunLayer:
+        """See `Layers.begin`."""
+        rotation = None if self._rotary is None else self._rotary.at(positions)
+
+        def run(index: int, hidden: Tensor, kv_cache: Tensor, kv_scales: Tensor | None) -> None:
+            layer = self._layers[index]
+            decoder_layer(hidden, layer, self._config, rotation, kv_cache, kv_scales, slots, plan, backend)
+
+        return run
+
 
 def rotary_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
     """Radians per position of each rotary pair: [head_dim / 2] float32.
@@ -143,6 +199,7 @@ def decoder_layer(
     config: ModelConfig,
     rotation: Rotation | None,
     kv_cache: Tensor,
+    kv_scales: Tensor | None,
     slots: Tensor,
     plan: AttentionPlan,
     backend: Backend,
@@ -153,6 +210,7 @@ def decoder_layer(
         hidden: [num_tokens, hidden_size], the residual stream; changed.
         rotation: the rotary factors of the step's positions; None where the embedding has the positions already.
         kv_cache: this layer's blocks; K and V of the step's tokens are written to `slots`.
+        kv_scales: of int8 blocks.
         slots: int64 [num_tokens]; -1 writes nothing.
         plan: what `backend.plan_attention` made of the step.
     """
@@ -166,8 +224,10 @@ def decoder_layer(
         qk = weights.qk_norm(qk)
     if rotation is not None:
         qk = rotate(qk, rotation)
-    backend.write_kv(qk[:, num_heads:], qkv[:, num_qk_heads:], kv_cache, slots)
-    attended = backend.paged_attention(qk[:, :num_heads], kv_cache, plan, scale=head_dim**-0.5, window=weights.window)
+    backend.write_kv(qk[:, num_heads:], qkv[:, num_qk_heads:], kv_cache, slots, kv_scales)
+    attended = backend.paged_attention(
+        qk[:, :num_heads], kv_cache, plan, scale=head_dim**-0.5, window=weights.window, kv_scales=kv_scales
+    )
     hidden.add_(weights.o(attended.flatten(1)))
 
     hidden.add_(weights.down(weights.activate(weights.gate_up(weights.mlp_norm(hidden)))))

@@ -15,8 +15,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from pageframe.kernels.cpu import CpuKernels
 from pageframe.runtime.config import ModelConfig
 from pageframe.runtime.errors import MemoryPlanError, ModelError
+from pageframe.runtime.models.blocks import GROUP_BYTES, BlockMatrix
+from pageframe.runtime.models.compiled import can_compile
 from pageframe.runtime.models.config import read_json
 from pageframe.runtime.models.decoder import Decoder, DecoderWeights
 from pageframe.runtime.models.families import (
@@ -30,7 +33,7 @@ from pageframe.runtime.models.families import (
 from pageframe.runtime.models.gguf import GgufFile
 from pageframe.runtime.models.layers import LayerWeights, mlp_activation
 from pageframe.runtime.models.source import ModelSource, one_line
-from pageframe.runtime.models.weights import Norm, RmsNorm, Weight, make_norm, make_weight, meet_usual_rows
+from pageframe.runtime.models.weights import Embedding, Norm, RmsNorm, Weight, make_norm, make_weight, meet_usual_rows
 
 Progress = Callable[[int, int], None]
 
@@ -45,12 +48,17 @@ def load_decoder(
     storage_dtype: torch.dtype,
     compute_dtype: torch.dtype,
     device: torch.device,
+    kernels: CpuKernels | None = None,
+    keep_blocks: bool = False,
     progress: Progress | None = None,
 ) -> Decoder:
     """Reads the model's weights.
 
     Args:
         config: what `load_model_config(source)` gave; its max_position may be changed.
+        kernels: the compiled CPU engine, if it is to compute; then compute_dtype is float32.
+        keep_blocks: matrices that the file stores in 4 or 8 bits keep these values, as far as the kernels know their
+            format; else all are rounded to the storage dtype.
         storage_dtype: what the matrices' values are rounded to.
         compute_dtype: what the arithmetic and the hidden states use; how the values are held for it is `make_weight`'s
             choice.
@@ -61,7 +69,7 @@ def load_decoder(
         MemoryPlanError: the weights do not fit.
     """
     store = _GgufStore(source.path, config) if source.kind == "gguf" else _FolderStore(source.path, config)
-    reader = _Reader(store, storage_dtype, compute_dtype, device, progress)
+    reader = _Reader(store, storage_dtype, compute_dtype, device, kernels, keep_blocks, progress)
     try:
         with torch.inference_mode(), _one_thread():
             weights = _read_weights(reader, config)
@@ -72,6 +80,13 @@ def load_decoder(
         if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
             raise MemoryPlanError(f"{source.path}: the weights do not fit in the memory of {device}") from error
         raise
+
+
+def stores_blocks(source: ModelSource) -> bool:
+    """Whether some matrices of the model are stored in a format of few bits that a BlockMatrix can hold."""
+    if source.kind != "gguf":
+        return False
+    return any(tensor.type_name in GROUP_BYTES for tensor in GgufFile(source.path).tensors.values())
 
 
 @contextmanager
@@ -101,6 +116,8 @@ class _Store(Protocol):
 
     def read(self, name: str) -> Tensor: ...
 
+    def read_blocks(self, name: str) -> BlockMatrix | None: ...
+
 
 class _Reader:
     """Reads tensors of a store, checks their shapes, converts them, and knows which were never asked for."""
@@ -111,22 +128,42 @@ class _Reader:
         storage_dtype: torch.dtype,
         compute_dtype: torch.dtype,
         device: torch.device,
+        kernels: CpuKernels | None,
+        keep_blocks: bool,
         progress: Progress | None,
     ) -> None:
         self._store = store
         self._storage_dtype = storage_dtype
         self.compute_dtype = compute_dtype
-        self._device = device
+        self.device = device
+        self._kernels = kernels
+        self._keep_blocks = keep_blocks
         self._progress = progress
         self._left = {name for name in store.stored_names() if not is_ignored(name)}
         self._total = len(self._left)
 
-    def matrix(self, names: Iterable[str], rows: Iterable[int], columns: int) -> Tensor:
-        """Tensors of `rows` x `columns` one below the other: in the storage dtype."""
+    def matrix(self, names: Iterable[str], rows: Iterable[int], columns: int) -> Tensor | BlockMatrix:
+        """Tensors of `rows` x `columns` one below the other: as they are stored, if that is wanted and they are all
+        stored in the same few bits, else in the storage dtype."""
         parts = list(zip(names, rows, strict=True))
         for name, size in parts:
             self._check(name, (size, columns))
-        whole = torch.empty(sum(size for _, size in parts), columns, dtype=self._storage_dtype, device=self._device)
+        blocks = self._blocks([name for name, _ in parts])
+        return self._values(parts, columns) if blocks is None else blocks
+
+    def _blocks(self, names: Sequence[str]) -> BlockMatrix | None:
+        if not self._keep_blocks:
+            return None
+        parts = [self._store.read_blocks(name) for name in names]
+        matrices = [part for part in parts if part is not None]
+        if len(matrices) < len(parts) or len({matrix.format for matrix in matrices}) > 1:
+            return None
+        for name in names:
+            self._done(name)
+        return BlockMatrix(matrices[0].format, torch.cat([matrix.data for matrix in matrices]))
+
+    def _values(self, parts: Sequence[tuple[str, int]], columns: int) -> Tensor:
+        whole = torch.empty(sum(size for _, size in parts), columns, dtype=self._storage_dtype, device=self.device)
         start = 0
         for name, size in parts:
             whole[start : start + size] = self._read(name, (size, columns))
@@ -135,7 +172,7 @@ class _Reader:
 
     def vector(self, name: str, size: int) -> Tensor:
         """A norm's weight or a bias, float32: few values, so they are not rounded to the storage dtype."""
-        return self._read(name, (size,)).to(self._device, torch.float32, copy=True)
+        return self._read(name, (size,)).to(self.device, torch.float32, copy=True)
 
     def norm(self, name: str, config: ModelConfig) -> Norm:
         """A norm over hidden_size, of the config's kind."""
@@ -144,17 +181,34 @@ class _Reader:
         bias = self.vector(f"{name}.bias", size) if config.norm == "layer" else None
         return make_norm(weight, bias, config.norm_eps)
 
-    def dense(self, names: str, out_features: Sequence[int], bias: bool, layer: int, in_features: int) -> Weight:
+    def dense(
+        self,
+        names: str,
+        out_features: Sequence[int],
+        bias: bool,
+        layer: int,
+        in_features: int,
+        *,
+        interleaved: bool = False,
+    ) -> Weight:
         """The fused weight of the matrices `names` (space between them) of a layer, each with its out_features."""
         full_names = [f"layers.{layer}.{name}" for name in names.split()]
         weight = self.matrix([f"{name}.weight" for name in full_names], out_features, in_features)
         parts = zip(full_names, out_features, strict=True) if bias else ()
         biases = [self.vector(f"{name}.bias", size) for name, size in parts]
-        return self.weight(weight, torch.cat(biases) if biases else None)
+        return self.weight(weight, torch.cat(biases) if biases else None, interleaved=interleaved)
 
-    def weight(self, values: Tensor, bias: Tensor | None = None) -> Weight:
+    def weight(self, values: Tensor | BlockMatrix, bias: Tensor | None = None, *, interleaved: bool = False) -> Weight:
         """The weight of a matrix that was read."""
-        return make_weight(values, bias, self.compute_dtype)
+        return make_weight(values, bias, self.compute_dtype, self._kernels, interleaved=interleaved)
+
+    def embedding(self, table: Tensor | BlockMatrix) -> Embedding:
+        """The lookup in a matrix that was read."""
+        return Embedding(table, self.compute_dtype)
+
+    def can_interleave(self, config: ModelConfig) -> bool:
+        """Whether gate and up are for a compiled layer."""
+        return self._kernels is not None and can_compile(config)
 
     def rope_factors(self, size: int) -> Tensor | None:
         """The file's divisors of the rotary frequencies, float32 on the CPU, or None."""
@@ -184,10 +238,13 @@ class _Reader:
         values = self._store.read(name)
         if self._store.is_transposed(name):
             values = values.T
+        self._done(name)
+        return values
+
+    def _done(self, name: str) -> None:
         self.drop(name)
         if self._progress is not None:
             self._progress(self._total - len(self._left), self._total)
-        return values
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         """Refuses a tensor that is missing or has another shape, before any memory is taken for it."""
@@ -210,7 +267,7 @@ def _read_weights(reader: _Reader, config: ModelConfig) -> DecoderWeights:
     embedding = reader.matrix(["embedding.weight"], [vocab_size], hidden_size)
     positions = None
     if config.learned_positions is not None:
-        positions = reader.matrix(["positions.weight"], [config.learned_positions], hidden_size)
+        positions = reader.embedding(reader.matrix(["positions.weight"], [config.learned_positions], hidden_size))
     windows = config.windows or (None,) * config.num_layers
     layers = [_read_layer(reader, config, layer, window) for layer, window in enumerate(windows)]
     final_norm = reader.norm("final_norm", config)
@@ -221,7 +278,16 @@ def _read_weights(reader: _Reader, config: ModelConfig) -> DecoderWeights:
         reader.drop("output.weight")
     else:
         output = reader.weight(reader.matrix(["output.weight"], [vocab_size], hidden_size))
-    return DecoderWeights(embedding, layers, final_norm, output, reader.compute_dtype, rope_factors, positions)
+    return DecoderWeights(
+        reader.embedding(embedding),
+        layers,
+        final_norm,
+        output,
+        reader.compute_dtype,
+        reader.device,
+        rope_factors=rope_factors,
+        positions=positions,
+    )
 
 
 def _read_layer(reader: _Reader, config: ModelConfig, layer: int, window: int | None) -> LayerWeights:
@@ -243,7 +309,7 @@ def _read_layer(reader: _Reader, config: ModelConfig, layer: int, window: int | 
         qk_norm=qk_norm,
         o=reader.dense("o", [hidden_size], config.output_bias, layer, q_size),
         mlp_norm=reader.norm(f"{name}.mlp_norm", config),
-        gate_up=reader.dense(*gate_up, config.mlp_bias, layer, hidden_size),
+        gate_up=reader.dense(*gate_up, config.mlp_bias, layer, hidden_size, interleaved=reader.can_interleave(config)),
         activate=mlp_activation(config),
         down=reader.dense("down", [hidden_size], config.mlp_bias, layer, mlp_size),
         window=window,
@@ -274,6 +340,17 @@ class _GgufStore:
     def read(self, name: str) -> Tensor:
         array = self._file.read_tensor(self._file.tensors[self.stored_name(name)])
         values = torch.from_numpy(array if array.flags.writeable else array.copy())
+        return self._reordered(name, values)
+
+    def read_blocks(self, name: str) -> BlockMatrix | None:
+        tensor = self._file.tensors[self.stored_name(name)]
+        if tensor.type_name not in GROUP_BYTES or len(tensor.shape) != 2:
+            return None
+        # A copy: the file may be replaced while it is served.
+        data = torch.from_numpy(self._file.read_blocks(tensor).copy())
+        return BlockMatrix(tensor.type_name, self._reordered(name, data))
+
+    def _reordered(self, name: str, values: Tensor) -> Tensor:
         num_heads = self._heads.get(module_of(name))
         return values if num_heads is None else _halves_from_pairs(values, num_heads)
 
@@ -321,6 +398,9 @@ class _FolderStore:
         if not values.is_floating_point():
             raise ModelError(f"{self.where / shard}: tensor {stored_name!r} is {values.dtype}, not floating point")
         return values
+
+    def read_blocks(self, name: str) -> BlockMatrix | None:
+        return None
 
     def _shard_names(self) -> list[str]:
         index = self.where / _INDEX

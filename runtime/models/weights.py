@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pageframe.kernels import cpu as cpu_kernels
+from pageframe.kernels.cpu import STRIP, CpuKernels, PackedWeight, pack_bf16, pack_blocks
+from pageframe.runtime.models.blocks import GROUP, BlockMatrix
 
 #: The number of rows oneDNN is told to pack for. One layout serves every row count, so the arithmetic is one.
 _PACK_ROWS = 32
@@ -77,46 +78,76 @@ def meet_usual_rows() -> None:
     _first_of_shape.clear()
 
 
-class Bf16Weight:
-    """bfloat16 values, 2 bytes each, with products and sums in float32: for a CPU without bfloat16 arithmetic.
+class CompiledWeight:
+    """Values of 16, 8 or 4 bits as they are stored, with float32 sums: the compiled CPU engine's.
 
     A row's result is the same bits for any number of rows and threads.
-
-    Args:
-        weight: bfloat16 [out_features, in_features] on the CPU.
-        bias: float32 [out_features] or None.
-        kernels: what `pageframe.kernels.cpu.load` gave.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, kernels: cpu_kernels.CpuKernels) -> None:
-        self.out_features, self.in_features = weight.shape
-        self._bias = bias
-        self._packed = cpu_kernels.pack_bf16(weight)
-        self._linear = kernels.linear_bf16
+    def __init__(self, packed: PackedWeight, kernels: CpuKernels) -> None:
+        self.out_features, self.in_features = packed.values.n, packed.values.k
+        self.packed = packed
+        self.kernels = kernels
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._linear(x.contiguous(), self._packed, self.out_features, self._bias)
+        return self.kernels.linear(x.contiguous(), self.packed)
+
+    def arg_max(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Per row of x [num_rows, in_features] the lowest id of the largest output (int64), and that output; a NaN
+        counts as -inf."""
+        return self.kernels.arg_max(x.contiguous(), self.packed)
 
 
-def make_weight(values: Tensor, bias: Tensor | None, compute_dtype: torch.dtype) -> Weight:
+def make_weight(
+    values: Tensor | BlockMatrix,
+    bias: Tensor | None,
+    compute_dtype: torch.dtype,
+    kernels: CpuKernels | None = None,
+    *,
+    interleaved: bool = False,
+) -> Weight:
     """The weight for stored values and an arithmetic.
 
     Args:
-        values: [out_features, in_features] in the storage dtype, on the device of the arithmetic.
+        values: [out_features, in_features] in the storage dtype, on the device of the arithmetic; blocks only with
+            kernels.
         bias: [out_features] of any floating dtype, or None.
-        compute_dtype: what products are computed in and what the weight is applied to.
+        compute_dtype: what the weight is applied to; float32 with kernels.
+        kernels: the compiled CPU engine, where it is to multiply.
+        interleaved: the outputs of the two halves of out_features, gate and up, take turns in strips: only for a
+            compiled layer.
     """
     bias = None if bias is None else bias.to(compute_dtype)
-    kernels = compiled_kernels(values.dtype, compute_dtype, values.device)
-    return DenseWeight(values.to(compute_dtype), bias) if kernels is None else Bf16Weight(values, bias, kernels)
+    if kernels is None or values.shape[1] % GROUP:
+        assert isinstance(values, Tensor), "only the compiled engine multiplies blocks"
+        assert not interleaved, "only a compiled layer takes interleaved outputs"
+        return DenseWeight(values.to(compute_dtype), bias)
+    assert compute_dtype == torch.float32, f"the compiled engine computes in float32, not {compute_dtype}"
+    if isinstance(values, BlockMatrix):
+        packed = pack_blocks(values.format, values.data, interleaved=interleaved)
+    else:
+        packed = pack_bf16(values, interleaved=interleaved)
+    if bias is not None and interleaved:
+        bias = bias.view(2, -1, STRIP).transpose(0, 1).reshape(-1)
+    return CompiledWeight(PackedWeight(packed, None if bias is None else bias.contiguous()), kernels)
 
 
-def compiled_kernels(
-    storage_dtype: torch.dtype, compute_dtype: torch.dtype, device: torch.device
-) -> cpu_kernels.CpuKernels | None:
-    """The compiled kernels, where weights of this kind use them and this machine has them."""
-    wanted = (storage_dtype, compute_dtype, device.type) == (torch.bfloat16, torch.float32, "cpu")
-    return cpu_kernels.load() if wanted else None
+class Embedding:
+    """Rows of a table by id, as hidden states.
+
+    Args:
+        table: [num_rows, hidden_size].
+    """
+
+    def __init__(self, table: Tensor | BlockMatrix, compute_dtype: torch.dtype) -> None:
+        self._table = table
+        self._compute_dtype = compute_dtype
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """int64 [n] -> [n, hidden_size]."""
+        if isinstance(self._table, BlockMatrix):
+            return self._table.rows(ids).to(self._compute_dtype)
+        return self._table.index_select(0, ids).to(self._compute_dtype)
 
 
 class Norm(Protocol):
@@ -161,8 +192,9 @@ class RmsNorm:
     def __init__(self, weight: Tensor, eps: float) -> None:
         self._size = weight.shape[-1]
         self._eps = eps
+        self.values = weight.float()
         self._on_cpu = weight.device.type == "cpu"
-        self._weight = weight.float()
+        self._weight = self.values
         if self._on_cpu:
             # |x| = sqrt(sum(x^2)), so that hypot(|x|, sqrt(size * eps)) = sqrt(size) * sqrt(mean(x^2) + eps).
             self._weight = self._weight * math.sqrt(self._size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from pageframe.api.plan_command import add_arguments, draw_plan, make_plan, measure, num_parameters, run
+from pageframe.runtime import pool_measure
 from pageframe.runtime.config import EngineConfig
 from pageframe.runtime.errors import MemoryPlanError
 from pageframe.runtime.models.config import load_model_config
@@ -156,6 +158,12 @@ def test_a_pool_for_another_machine_is_planned_and_said_to_be_one(
         (["--lengths", "0"], "lengths is '0'; it must be whole numbers from 1"),
         (["--model", "default", "--shape", "1,2,3"], "it must be four numbers: layers, heads, KV heads, head_dim"),
         (["--model", "default", "--shape", "1,4,3,8"], "shape has 3 KV heads; they must divide its 4 heads"),
+        (["--model", "default", "--shape", "1000000,8,8,64"], "shape has 1000000 layers; they must be from 1 to 1000"),
+        (
+            ["--model", "default", "--shape", "1,8,8,1000000"],
+            "shape has 1000000 head_dim; they must be from 1 to 65536",
+        ),
+        (["--model", "default", "--shape", "9" * 5000], "it must be whole numbers from 1 to 2147483647 with commas"),
         (["--shape", "1,1,1,8"], "only one of them can be planned for"),
         (["--model", "default", "--example", "--dtype", "float32"], "dtype is float32; --example has its own"),
         (["--plot", "no/such/folder/plan.png"], "plot is no/such/folder/plan.png; it can't be written"),
@@ -166,7 +174,7 @@ def test_bad_input_is_one_line_on_stderr(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
 ) -> None:
     model = [] if "--model" in flags else ["--model", write_model(tmp_path, TINY)]
-    assert plan(*model, *flags) == 1
+    assert plan(*model, *flags) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert message in captured.err
@@ -187,15 +195,31 @@ def test_a_real_pool_takes_what_the_formula_says(
     model = write_model(tmp_path, TINY | {"num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 24})
     assert plan("--model", model, "--num-blocks", "7", *flags, "--json") == 0
     answer = json.loads(capsys.readouterr().out)
-    assert answer["measured"] == {"num_blocks": answer["num_blocks"], "bytes": answer["bytes"]["pool"]}
+    measured, per_block = answer["measured"], answer["bytes"]["per_block"]
+    assert measured["num_blocks"] == 64 * 2**20 // per_block, "enough to be seen, whatever is planned"
+    assert measured["allocated"] == measured["num_blocks"] * per_block
+    # Memory is taken in pages, and the process may take or give back some for other things meanwhile.
+    assert measured["resident"] == pytest.approx(measured["allocated"], rel=0.05)
+
+
+def test_resident_memory_is_not_said_where_the_system_does_not_tell(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_measure, "MEMORY_MAP", tmp_path / "nothing")
+    model = write_model(tmp_path, TINY)
+    assert plan("--model", model) == 0
+    text = capsys.readouterr().out
+    assert "bytes allocated" in text
+    assert "RAM" not in text
 
 
 def test_only_a_small_pool_is_measured_and_its_size_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = write_model(tmp_path, LLAMA_7B | {"num_hidden_layers": 1})
     assert plan("--model", model, "--num-blocks", "1000") == 0
     text = capsys.readouterr().out
-    assert "a real pool of 256 blocks (4,096 tokens) takes 67,108,864 bytes" in text
+    assert "a real pool of 256 blocks (4,096 tokens): 67,108,864 bytes allocated" in text
     assert "the formula says 67,108,864 bytes: the same" in text
+    assert re.search(r"written whole, it took 6\d,\d{3},\d{3} bytes of this process's RAM: [+-]", text)
     too_large = make_plan(EngineConfig(model=model, num_blocks=1), free_bytes=GIB)
     assert measure(dataclasses.replace(too_large, bytes_per_block=2 * GIB)) is None
 

@@ -9,7 +9,7 @@ import pytest
 from fakes.chain_hash import ChainHashModel
 from fakes.engines import VirtualClock, tiny_config
 
-from pageframe.benchmarks.experiments import prefix_cache, scheduling_cost
+from pageframe.benchmarks.experiments import conversation_files, conversations, prefix_cache, scheduling_cost, sessions
 from pageframe.runtime.engine import Engine
 
 
@@ -24,7 +24,7 @@ def chain_hash_engine() -> Engine:
     return Engine(resolved, model, model, seed=0, clock=VirtualClock())
 
 
-def growing(start: int, lengths: list[int]) -> prefix_cache.Conversation:
+def growing(start: int, lengths: list[int]) -> conversations.Conversation:
     """Prompts of these lengths, each the beginning of the next."""
     for length in lengths:
         yield list(range(start, start + length))
@@ -33,21 +33,29 @@ def growing(start: int, lengths: list[int]) -> prefix_cache.Conversation:
 def test_conversations_are_held_to_their_ends_and_counted_by_turn() -> None:
     engine, done = chain_hash_engine(), []
     talks = [growing(start, [9, 18]) for start in (1000, 2000, 3000)]
-    held = prefix_cache.hold(engine, talks, 2, 3, lambda: done.append(1))
+    held = sessions.hold(engine, talks, 2, 3, lambda: done.append(1))
     # Of the first 9 tokens two blocks of 4 are full, and their K and V were computed.
-    assert held.turns == [prefix_cache.Turn(3, 27, 0), prefix_cache.Turn(3, 54, 24)]
+    assert held.turns == [sessions.Turn(3, 27, 0), sessions.Turn(3, 54, 24)]
     assert (held.cut_short, len(done)) == (0, 3)
     assert (engine.scheduler.num_lookup_tokens, engine.scheduler.num_hit_tokens) == (81, 24)
 
 
 def test_a_conversation_that_outgrows_the_context_is_cut_short() -> None:
-    held = prefix_cache.hold(chain_hash_engine(), [growing(1000, [10, 38]), growing(2000, [38])], 2, 3, lambda: None)
+    held = sessions.hold(chain_hash_engine(), [growing(1000, [10, 38]), growing(2000, [38])], 2, 3, lambda: None)
     assert [turn.requests for turn in held.turns] == [1]
     assert held.cut_short == 2
 
 
+def test_any_number_of_conversations_may_be_too_long() -> None:
+    done: list[int] = []
+    talks = [*(growing(1000, [38]) for _ in range(3000)), growing(2000, [9])]
+    held = sessions.hold(chain_hash_engine(), talks, 1, 3, lambda: done.append(1))
+    assert held == sessions.Held([sessions.Turn(1, 9, 0)], cut_short=3000)
+    assert len(done) == 3001
+
+
 def test_an_answer_is_part_of_the_next_turn() -> None:
-    class Words(prefix_cache.Chat):
+    class Words(conversations.Chat):
         """Reads and writes a text as the lengths of its words."""
 
         def __init__(self) -> None:
@@ -60,7 +68,7 @@ def test_an_answer_is_part_of_the_next_turn() -> None:
         def text(self, token_ids: list[int]) -> str:
             return " ".join("x" * token_id for token_id in token_ids)
 
-    conversation = prefix_cache.asked_in_turn(Words(), ["a bb", "ccc"])
+    conversation = conversations.asked_in_turn(Words(), ["a bb", "ccc"])
     assert next(conversation) == [1, 2]
     assert conversation.send([5, 6]) == [1, 2, 5, 6, 3]
 
@@ -68,8 +76,8 @@ def test_an_answer_is_part_of_the_next_turn() -> None:
 def test_files_of_questions_and_of_sessions_are_read(tmp_path: Path) -> None:
     questions = tmp_path / "question.jsonl"
     questions.write_text(json.dumps({"question_id": 81, "turns": ["first", "second"]}) + "\n")
-    assert prefix_cache.read_mt_bench(tmp_path) == [["first", "second"]]
-    assert prefix_cache.read_mt_bench(questions) == [["first", "second"]]
+    assert conversation_files.read_mt_bench(tmp_path) == [["first", "second"]]
+    assert conversation_files.read_mt_bench(questions) == [["first", "second"]]
 
     sessions = tmp_path / "sessions"
     sessions.mkdir()
@@ -78,7 +86,7 @@ def test_files_of_questions_and_of_sessions_are_read(tmp_path: Path) -> None:
     (sessions / "1.jsonl").write_text("\n".join(lines[:2]))
     (sessions / "2.jsonl").write_text("\n".join(lines[2:]))
     (sessions / "3.jsonl").write_text("")
-    assert prefix_cache.read_taubench(sessions) == [["one", "two"], ["early", "late"]]
+    assert conversation_files.read_taubench(sessions) == [["one", "two"], ["early", "late"]]
 
 
 @pytest.mark.parametrize(
@@ -87,8 +95,8 @@ def test_files_of_questions_and_of_sessions_are_read(tmp_path: Path) -> None:
 )
 def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, line: str, complaint: str) -> None:
     (tmp_path / "question.jsonl").write_text(line)
-    with pytest.raises(prefix_cache.PromptFileError, match=complaint):
-        prefix_cache.read_mt_bench(tmp_path)
+    with pytest.raises(conversation_files.PromptFileError, match=complaint):
+        conversation_files.read_mt_bench(tmp_path)
 
 
 def test_the_interval_of_equal_pairs_is_a_point_and_of_scattered_ones_holds_the_ratio() -> None:

@@ -3,36 +3,29 @@
 from __future__ import annotations
 
 import json
-import math
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from pageframe.api.cli import main
-from pageframe.benchmarks.experiments import cache_report
+from pageframe.benchmarks.experiments import cache_report, kv_cache
 from pageframe.benchmarks.experiments.cache_memory import Held, Kind, KvShape
-from pageframe.benchmarks.experiments.cache_race import Course, run_race
-from pageframe.benchmarks.experiments.cache_results import Lap, Race, Results
+from pageframe.benchmarks.experiments.cache_results import Race, Results
 from pageframe.benchmarks.experiments.cache_ways import (
     ContiguousWay,
-    GrownCache,
-    LogitGap,
-    NothingKept,
     PagedWay,
-    ReservedCache,
     Tokens,
 )
 from pageframe.benchmarks.experiments.growth import fit_growth, log_slope, running_totals
-from pageframe.runtime.config import ModelConfig
-from pageframe.runtime.models.decoder import Decoder
+from pageframe.benchmarks.experiments.ties import LogitGap, Parting
+from pageframe.runtime.model_runner import ModelRunner
 
 from .tiny_models import save_tiny_model
 
-CPU = torch.device("cpu")
 SIZES = ("--requests", "1", "3", "--new-tokens", "3", "30", "--prompt-len", "7", "--dtype", "float32")
 
 
@@ -73,12 +66,13 @@ def test_all_ways_make_the_same_tokens_and_take_the_memory_of_the_formula(
             assert way["bytes_of_tensors"] == way["bytes"], kind
             assert way["bytes"]["30"]["used"] == (0 if kind == "no cache" else race["requests"] * 36 * 768)
             times = way["seconds_of_token"]
-            assert {len(times[token]) for token in ("1", "2", "3")} == {3}, "three runs to the shortest"
+            assert {len(times[token]) for token in ("1", "2", "3")} == {6}, "three runs to each length, all quick"
+            assert way["runs"] == {"3": 6, "30": 3}
             every = kind != "no cache" or all_tokens
             assert len(times) == 30 if every else 8 < len(times) < 20
             if kind != "paged":
-                # Two repeats of 3 tokens, and the long run; at a tie, which is rare, the rest is not compared.
-                assert way["tokens"]["ties"] or way["tokens"]["compared"] == race["requests"] * (len(times) + 2 * 3)
+                # Three runs to 3 and to 30 tokens; at a tie, which is rare, the rest is not compared.
+                assert way["tokens"]["ties"] or way["tokens"]["compared"] == race["requests"] * 3 * (len(times) + 3)
         assert race["ways"]["paged"]["tokens"]["compared"] == 0
     out = capsys.readouterr().out
     assert "Does the advantage of a paged cache grow with length? With 1 request" in out
@@ -114,15 +108,16 @@ def test_different_tokens_are_a_failure(
     monkeypatch.setattr(ContiguousWay, "logit_gap", gap)
     assert bench(tiny_model, *SIZES, "--json", str(tmp_path / "r.json")) == 1
     out = capsys.readouterr().out
-    assert "The ways do NOT make the same tokens: 2 differ where the logits are no tie (concatenated, reserved" in out
+    assert "The ways do NOT make the same tokens: 6 differ where the logits are no tie (concatenated, reserved" in out
     races = json.loads((tmp_path / "r.json").read_text())["races"]
-    assert races[0]["ways"]["concatenated"]["tokens"]["different"] == 1
+    assert races[0]["ways"]["concatenated"]["tokens"]["different"] == 3, "in each of three runs"
 
 
 def test_what_does_not_fit_the_time_is_not_measured(tiny_model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench(tiny_model, *SIZES, "--budget", "0.000001") == 0
     out = capsys.readouterr().out
     assert "grow with length? It was not measured." in out
+    assert "not measured: the way's time (--budget) was up." in out
     assert out.count("not measured") > 16
 
 
@@ -140,10 +135,11 @@ def test_an_interrupt_keeps_what_was_measured(
     assert bench(tiny_model, *SIZES, "--json", str(tmp_path / "r.json")) == 130
     results = json.loads((tmp_path / "r.json").read_text())
     assert results["partial"]
-    one, three = (race["ways"]["paged"]["total_seconds"] for race in results["races"])
-    assert one["30"] > one["3"] > 0
-    assert three["3"] > 0
-    assert three["30"] is None
+    one, three = (race["ways"]["paged"] for race in results["races"])
+    assert one["total_seconds"]["30"] > one["total_seconds"]["3"] > 0
+    assert three["total_seconds"]["3"] > 0
+    assert three["total_seconds"]["30"] is None
+    assert (one["runs"]["30"], three["runs"]) == (3, {"3": 4, "30": 0})
     out = capsys.readouterr().out
     assert "partial" in out
     assert "not measured" in out
@@ -152,11 +148,15 @@ def test_an_interrupt_keeps_what_was_measured(
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--new-tokens", "16", "250"), "new-tokens is 250; behind a prompt of 37 tokens this model has room for 218"),
+        (("--new-tokens", "16", "250"), "new-tokens is 250; this model has room for 218 behind a prompt of 37 tokens"),
         (("--new-tokens", "16", "--max-len", "47"), "max-len is 47; it must be from 53, the longest request, to 256"),
         (("--new-tokens", "16", "--max-len", "257"), "max-len is 257; it must be from 53, the longest request, to 256"),
         (("--new-tokens", "16", "--memory", "much"), "memory is 'much' is not a size"),
-        (("--new-tokens", "16", "--requests", "99999999"), "requests is 99999999; so many requests of 53 tokens take"),
+        (("--prompt-len", "255"), "prompt-len is 255; it must be from 1 to 254"),
+        (("--requests", "1025"), "requests is 1025; it must be from 1 to 1024"),
+        (("--repeats", "1000000000"), "repeats is 1000000000; it must be from 1 to 1000"),
+        (("--budget", "1e300"), "budget is 1e+300; it must be from 0 to 86400"),
+        (("--model", "no/such/model"), "model 'no/such/model' is not 'default'"),
         (("--new-tokens", "16", "--plot", "nowhere/r.png"), "plot is nowhere/r.png; there is no folder nowhere"),
         (("--new-tokens", "16", "--plot", "r.txt"), "plot is r.txt; its name must end in one of .png, .svg, .pdf"),
         (("--new-tokens", "16", "--json", "."), "json is .; that is a folder, not a file"),
@@ -169,6 +169,41 @@ def test_bad_input_is_one_line(
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+def test_more_requests_than_memory_holds_are_refused(
+    tiny_model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_cache, "free_memory", lambda: 1024)
+    assert bench(tiny_model, "--requests", "8") == 2
+    assert "requests is 8; so many requests of 101 tokens take" in capsys.readouterr().err
+
+
+def test_defaults_that_a_small_model_has_no_room_for_are_left_out_and_said(
+    tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench(tiny_model, "--requests", "1", "--repeats", "1", "--json", str(tmp_path / "r.json")) == 0
+    assert json.loads((tmp_path / "r.json").read_text())["new_tokens"] == [16, 64]
+    said = "new-tokens: 256, 1,024 left out; this model has room for 218 behind a prompt of 37 tokens."
+    assert said in capsys.readouterr().out
+
+
+def test_a_model_with_room_for_no_default_gets_the_longest_that_fits(tmp_path: Path) -> None:
+    model = str(save_tiny_model(tmp_path / "model", max_position_embeddings=24))
+    assert bench(model, "--requests", "1", "--repeats", "1", "--json", str(tmp_path / "r.json")) == 0
+    results = json.loads((tmp_path / "r.json").read_text())
+    assert (results["prompt_len"], results["new_tokens"]) == (12, [11])
+
+
+def test_a_failed_forward_pass_is_one_line_and_no_traceback(
+    tiny_model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: ModelRunner, batch: object) -> torch.Tensor:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(ModelRunner, "forward", fail)
+    assert bench(tiny_model, *SIZES) == 1
+    assert "the device is gone" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("flags", [("--new-tokens", "0"), ("--requests", "x"), ("--budget", "nan"), ("--budget", "-1")])
@@ -185,143 +220,6 @@ def test_help_names_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(
         flag in out for flag in ("--new-tokens", "--requests", "--prompt-len", "--memory", "--budget", "--quick")
     )
-
-
-# ---- the ways -------------------------------------------------------------------------------------------------------
-
-
-def test_contiguous_ways_agree_where_layers_have_windows() -> None:
-    config = ModelConfig(
-        family="mistral",
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        max_position=64,
-        norm_eps=1e-5,
-        rope_theta=1e4,
-        windows=(5, None),
-    )
-    decoder = Decoder.random(config, storage_dtype=torch.float32, compute_dtype=torch.float32, device=CPU, seed=0)
-    prompts = np.random.default_rng(0).integers(0, 64, (3, 9))
-    ways = [
-        ContiguousWay(decoder, kind, dtype=torch.float32, device=CPU, max_len=30)
-        for kind in (NothingKept, GrownCache, ReservedCache)
-    ]
-    for way in ways:
-        way.start(prompts, 20)
-    tokens = prompts
-    for _ in range(20):
-        made = [way.step(tokens) for way in ways]
-        for way, own in zip(ways, made, strict=True):
-            for request in range(3):
-                assert way.logit_gap(request, int(made[0][request])).gap < 1e-3, f"{own} and {made[0]}"
-        tokens = np.concatenate((tokens, made[0][:, None]), axis=1)
-    assert len(np.unique(tokens[:, 9:])) > 3, "the model was to say different things"
-
-
-def test_a_step_of_bf16_is_the_distance_of_its_numbers() -> None:
-    config = ModelConfig("llama", 8, 16, 16, 1, 2, 1, 8, 16, 1e-5, 1e4)
-    decoder = Decoder.random(config, storage_dtype=torch.bfloat16, compute_dtype=torch.bfloat16, device=CPU, seed=0)
-    way = ContiguousWay(decoder, NothingKept, dtype=torch.bfloat16, device=CPU, max_len=8)
-    way.start(np.array([[1, 2, 3]]), 1)
-    best = int(way.step(np.array([[1, 2, 3]]))[0])
-    gaps = [way.logit_gap(0, token) for token in range(8)]
-    assert gaps[best].gap == 0
-    assert math.log2(gaps[0].step) == int(math.log2(gaps[0].step))
-    assert all(gap.gap == 0 or gap.gap >= gaps[0].step / 2 for gap in gaps), "the next binade's numbers are closer"
-
-
-# ---- the race -------------------------------------------------------------------------------------------------------
-
-
-class Counter:
-    """Says the length of each sequence, but what `lies` has for a (request, length)."""
-
-    def __init__(
-        self, lies: dict[tuple[int, int], int] | None = None, gap: float = 9.0, keeps: bool = True, stop_at: int = 99
-    ) -> None:
-        self.keeps = keeps
-        self.asked: list[int] = []
-        self.open = False
-        self._lies = lies or {}
-        self._gap = gap
-        self._stop_at = stop_at
-
-    def start(self, prompts: Tokens, num_new_tokens: int) -> None:
-        self.open = True
-
-    def step(self, tokens: Tokens) -> Tokens:
-        length = tokens.shape[1]
-        if length == self._stop_at:
-            raise KeyboardInterrupt
-        self.asked.append(length)
-        return np.array([self._lies.get((request, length), length) for request in range(len(tokens))])
-
-    def logit_gap(self, request: int, token: int) -> LogitGap:
-        return LogitGap(self._gap, 0.125)
-
-    def held(self) -> Held:
-        return Held(7, 5)
-
-    def end(self) -> None:
-        self.open = False
-
-
-def raced(ways: dict[Kind, Any], num_new: int, seconds: float = 99.0, **changes: Any) -> dict[Kind, Lap]:
-    laps = {kind: Lap() for kind in ways}
-    course = Course(**{"prompts": np.zeros((2, 1), np.int64), "num_new": num_new, "checkpoints": (3,), **changes})
-    run_race(ways, course, laps, dict.fromkeys(ways, seconds), lambda: None)
-    assert not any(way.open for way in ways.values())
-    return laps
-
-
-@pytest.mark.parametrize(("gap", "field"), [(0.01, "ties"), (0.1, "one_step"), (0.2, "different")])
-def test_another_token_is_counted_and_what_follows_is_not_compared(gap: float, field: str) -> None:
-    ways = {Kind.PAGED: Counter(), Kind.GROWN: Counter({(1, 4): 50}, gap)}
-    lap = raced(ways, 10, sampled=False, tolerance=0.05)[Kind.GROWN]
-    assert {name: getattr(lap, name) for name in ("ties", "one_step", "different")} == {
-        "ties": 0,
-        "one_step": 0,
-        "different": 0,
-        field: 1,
-    }
-    assert lap.compared == 10 + 4, "the second request's first three tokens and the other one"
-    assert lap.held == {3: Held(7, 5)}
-
-
-def test_a_way_that_keeps_nothing_follows_the_others_at_some_lengths() -> None:
-    ways = {Kind.NOTHING: Counter(keeps=False), Kind.PAGED: Counter({(0, 5): 50})}
-    lap = raced(ways, 30, sampled=True, tolerance=0.05, checkpoints=(21,))[Kind.NOTHING]
-    assert ways[Kind.NOTHING].asked == [*range(1, 9), 10, 11, 13, 16, 19, 21, 23, 27, 30]
-    assert (lap.compared, lap.different) == (2 * 17, 1), "the others' tokens before are its own"
-    assert len(lap.totals()) == 30
-    assert lap.is_whole(8)
-    assert not lap.is_whole(10)
-
-
-def test_a_way_without_time_left_stops_alone() -> None:
-    ways = {Kind.PAGED: Counter(), Kind.GROWN: Counter()}
-    laps = {kind: Lap() for kind in ways}
-    course = Course(np.zeros((1, 1), np.int64), 5, (), False, 0.0)
-    laps[Kind.GROWN].spent = 7.0
-    run_race(ways, course, laps, {Kind.PAGED: 99.0, Kind.GROWN: 7.0}, lambda: None)
-    assert (laps[Kind.PAGED].last, laps[Kind.GROWN].last) == (5, 0)
-    assert laps[Kind.GROWN].total(1) is None
-
-
-def test_an_interrupted_race_leaves_what_was_measured() -> None:
-    ways = {Kind.PAGED: Counter(stop_at=4), Kind.GROWN: Counter()}
-    laps = {kind: Lap() for kind in ways}
-    with pytest.raises(KeyboardInterrupt):
-        run_race(
-            ways, Course(np.zeros((1, 1), np.int64), 9, (), False, 0.0), laps, dict.fromkeys(ways, 9.0), lambda: None
-        )
-    assert laps[Kind.PAGED].last == 3
-    assert not any(way.open for way in ways.values())
 
 
 # ---- formulas -------------------------------------------------------------------------------------------------------
@@ -373,6 +271,37 @@ def test_slope_and_totals() -> None:
 
 
 # ---- words ----------------------------------------------------------------------------------------------------------
+
+
+def test_ties_and_steps_are_said_apart_with_their_counts() -> None:
+    results = Results(32, (16,), 2**30, KvShape(23_040, 30, 16, 48), [Race(1)], tolerance=0.05)
+    lap = results.races[0].laps[Kind.GROWN]
+    lap.compared, lap.parted = 900, Counter({Parting.TIE: 3, Parting.ONE_STEP: 2})
+    ties, steps, *_ = cache_report.sentences(results)
+    assert ties.startswith("At ties: 3 of 900 tokens compared are another one whose logit is within 0.05 of the best")
+    assert steps.startswith(
+        "A step below: 2 of 900 tokens compared are another one whose logit is more than a tie's 0.05"
+    )
+    console = Console(width=200)
+    with console.capture() as capture:
+        cache_report.print_report(console, results, partial=False)
+    assert "895 same, 3 at ties, 2 a step below" in capture.get()
+    assert results.as_json()["races"][0]["ways"]["concatenated"]["tokens"] == {
+        "compared": 900,
+        "ties": 3,
+        "one_step": 2,
+        "different": 0,
+    }
+
+
+def test_each_time_says_of_how_many_runs_it_is_the_median() -> None:
+    results = Results(32, (1, 2), 2**30, KvShape(23_040, 30, 16, 48), [Race(1)])
+    results.races[0].laps[Kind.PAGED].seconds = {1: [0.5, 0.25, 9.0], 2: [0.25, 0.75]}
+    console = Console(width=200)
+    with console.capture() as capture:
+        cache_report.print_report(console, results, partial=False)
+    assert "0.50 s (500.0), n=3" in capture.get()
+    assert "1.00 s (500.0), n=2" in capture.get()
 
 
 def test_words_are_computed_and_say_what_is_missing() -> None:

@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from pageframe.api.cli import main
-from pageframe.benchmarks.experiments import phases_measure, phases_report
-from pageframe.benchmarks.experiments.floor import Floor, Floors, Machine
+from pageframe.benchmarks.experiments import floor, phases_measure, phases_report
+from pageframe.benchmarks.experiments.floor import Floor, Floors, Machine, measure_machine
+from pageframe.benchmarks.experiments.offline_throughput import Work, floor_seconds
 from pageframe.benchmarks.experiments.phases_report import Cell, Results
 from pageframe.benchmarks.experiments.report import TimeBudget
 from pageframe.runtime.config import ModelConfig
 from pageframe.runtime.engine import Engine
+from pageframe.runtime.model_runner import ModelRunner
 from pageframe.runtime.request import RequestOutput
 
 from .tiny_models import save_tiny_model
@@ -46,7 +48,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(autouse=True)
 def one_thread_and_a_wide_terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A tiny model's operations are too small to share out among threads, above all on a busy machine."""
+    """A tiny model's operations are too small to share out among threads, above all on a busy machine; to measure the
+    machine takes longer than all of them."""
+    monkeypatch.setattr(phases_measure, "measure_machine", lambda *_: Machine(bandwidth=1e13, flops=1e15))
     threads = torch.get_num_threads()
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})
     monkeypatch.setenv("COLUMNS", "160")
@@ -76,6 +80,24 @@ def test_floors_by_hand() -> None:
     assert Floors(CONFIG, "bf16", slow_products).prefill(3, 8) == Floor(prefill, "arithmetic")
     behind = prefill + 3 * 5 * 4 * 2 * 4 * 2
     assert Floors(CONFIG, "bf16", slow_products).prefill(3, 8, start=5) == Floor(behind, "arithmetic")
+
+
+def test_a_machine_s_speeds_are_those_of_its_fastest_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Of three passes each, begun and ended at these times: the fastest read takes 2 s, the fastest product 4 s.
+    times = iter([0, 3, 3, 5, 5, 9, 0, 4, 4, 9, 9, 14])
+    monkeypatch.setattr(floor.time, "perf_counter", lambda: float(next(times)))
+    monkeypatch.setattr(floor, "PASSES", 3)
+    monkeypatch.setattr(floor, "READ_BYTES", 4000)
+    monkeypatch.setattr(floor, "MATRIX_SIZE", 8)
+    assert measure_machine(torch.device("cpu"), torch.float32) == Machine(bandwidth=2000, flops=2 * 8**3 / 4)
+
+
+def test_offline_throughput_s_floor_is_that_of_its_decode_steps() -> None:
+    floors = Floors(CONFIG, "bf16", Machine(bandwidth=1.0, flops=1e30))
+    # The first of 4 tokens is made by the prompt's own steps, the others with 11, 12 and 13 tokens of each request.
+    assert floor_seconds(floors, Work(requests=3, prompt=10, output=4)) == (
+        3 * 2 * (LAYER_WEIGHTS + OUTPUT_WEIGHTS) + 3 * (11 + 12 + 13) * 32
+    )
 
 
 def test_a_window_bounds_what_is_read() -> None:
@@ -119,8 +141,67 @@ def test_every_phase_is_measured_beside_its_floor(
 def test_what_does_not_fit_the_time_is_not_measured(tiny_model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench(tiny_model, *SIZES, "--budget", "1e-9") == 0
     out = capsys.readouterr().out
-    assert out.count("not measured") >= 3 + 2 + 4
+    assert out.count("not measured: no time left of ") == 3 + 2 + 4
     assert "Prefill and decode were not measured." in out
+
+
+def test_a_cell_that_the_pool_has_no_room_for_says_so(
+    tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(phases_measure, "free_memory", lambda: 0)
+    flags = ("--prompt-lens", "8", "--contexts", "8", "--requests", "1", "30", "--dtype", "float32", "--quick")
+    assert bench(tiny_model, *flags, "--json", str(tmp_path / "r.json")) == 0
+    # The longest request, of 264 tokens, takes 17 blocks of 16, and 30 requests of 8 + 9 tokens take 60.
+    why = "not measured: 60 blocks needed, 17 in the pool"
+    assert why in capsys.readouterr().out
+    results = json.loads((tmp_path / "r.json").read_text())
+    assert results["not_measured"] == {
+        "chats": {},
+        "first_tokens": {},
+        "decode": [{"context": 8, "requests": 30, "why": why}],
+    }
+
+
+def test_more_requests_than_an_engine_usually_runs_decode_at_once(tiny_model: str, tmp_path: Path) -> None:
+    flags = ("--prompt-lens", "8", "--contexts", "33", "--requests", "300", "--dtype", "float32", "--quick")
+    assert bench(tiny_model, *flags, "--json", str(tmp_path / "r.json")) == 0
+    (cell,) = json.loads((tmp_path / "r.json").read_text())["decode"]
+    assert (cell["context"], cell["requests"]) == (33, 300)
+
+
+def test_defaults_that_a_small_model_has_no_room_for_are_left_out_and_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(save_tiny_model(tmp_path / "model", max_position_embeddings=128))
+    assert bench(model, "--quick", "--json", str(tmp_path / "r.json")) == 0
+    out = capsys.readouterr().out
+    assert "prompt-lens: 128, 256 left out; this model has room for 127 before one new token." in out
+    assert "contexts: 256 left out; this model has room for 119 before 9 new tokens." in out
+    assert "long prompt, short answer: left out; it has 264 tokens, and this model has room for 128." in out
+    results = json.loads((tmp_path / "r.json").read_text())
+    assert list(results["first_tokens"]) == ["64"]
+    assert {cell["context"] for cell in results["decode"]} == {64}
+    assert len(results["notes"]) == 4
+    assert "not measured" not in out
+
+
+def test_a_model_of_few_positions_is_measured(tmp_path: Path) -> None:
+    model = str(save_tiny_model(tmp_path / "model", max_position_embeddings=16))
+    assert bench(model, "--quick", "--json", str(tmp_path / "r.json")) == 0
+    results = json.loads((tmp_path / "r.json").read_text())
+    assert list(results["first_tokens"]) == ["15"]
+    assert {cell["context"] for cell in results["decode"]} == {7}
+
+
+def test_a_failed_forward_pass_is_one_line_and_no_traceback(
+    tiny_model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: ModelRunner, batch: object) -> torch.Tensor:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(ModelRunner, "forward", fail)
+    assert bench(tiny_model, *SIZES) == 1
+    assert "the device is gone" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_chat_whose_time_ends_within_an_answer_is_not_measured(
@@ -164,7 +245,9 @@ def test_an_interrupt_keeps_what_was_measured(
     assert results["partial"]
     assert list(results["first_tokens"]) == ["8", "40"]
     assert [(cell["context"], cell["requests"]) for cell in results["decode"]] == [(8, 1)]
-    assert "partial" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "partial" in out
+    assert out.count("not measured: interrupted") == 3
 
 
 @pytest.mark.parametrize(
@@ -172,6 +255,10 @@ def test_an_interrupt_keeps_what_was_measured(
     [
         (("--prompt-lens", "64", "512"), "prompt-lens is 512; this model has room for 511"),
         (("--contexts", "500"), "contexts is 500; this model has room for 487"),
+        (("--requests", "1000000"), "requests is 1000000; it must be from 1 to 1024"),
+        (("--requests", "1" + "0" * 400), "0000; it must be from 1 to 1024"),
+        (("--budget", "1e300"), "budget is 1e+300; it must be from 0 to 86400"),
+        (("--model", "no/such/model"), "model 'no/such/model' is not 'default'"),
         (("--json", "nowhere/r.json"), "json is nowhere/r.json; there is no folder nowhere"),
     ],
 )

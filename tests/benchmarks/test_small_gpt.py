@@ -1,9 +1,8 @@
-"""The trainer of the small GPT and its experiment, on tiny models."""
+"""The experiment on a small GPT, with tiny models."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,20 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from pageframe.benchmarks.experiments import small_gpt, train_char_gpt
-from pageframe.benchmarks.experiments.small_gpt import Results, Run
-from pageframe.runtime.llm import LLM
+from pageframe.benchmarks.experiments import small_gpt, small_gpt_report, small_gpt_results, train_char_gpt
+from pageframe.benchmarks.experiments.small_gpt_results import Results, Run
+from pageframe.benchmarks.experiments.small_gpt_ways import TEMPERATURE, Recomputed
+from pageframe.runtime.model_runner import ModelRunner
 from pageframe.runtime.models.source import resolve_source
 from pageframe.runtime.philox import choice_seed, gumbel, token_words
-from pageframe.runtime.request import SamplingParams
 from pageframe.runtime.tokenizer import load_tokenizer
 
-CONTEXT = 24
-#: With both kinds of line end, a tab, spaces at ends, and characters of two and four bytes.
-TEXT = "ROMEO:\r\n\tWhat light,  is it? \n\nJULIET:\nÀ demain; adieu 🙂 \n" * 40
-TINY = ["--layers", "2", "--heads", "2", "--width", "32", "--context", str(CONTEXT), "--batch", "4", "--warmup", "2"]
+from .char_gpts import CONTEXT, hf_logits, train
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -35,173 +30,12 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def write_text(folder: Path, text: str = TEXT) -> Path:
-    path = folder / "text.txt"
-    path.write_bytes(text.encode())
-    return path
-
-
-def train(folder: Path, *flags: str) -> int:
-    """Train on TEXT into folder/model."""
-    return train_char_gpt.main([str(write_text(folder)), "--out", str(folder / "model"), *TINY, *flags])
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of some steps."""
     folder = tmp_path_factory.mktemp("small-gpt")
     assert train(folder, "--steps", "30", "--validate-every", "10", "--learning-rate", "0.01") == 0
     return folder / "model"
-
-
-def hf_logits(model: Path, token_ids: Sequence[int]) -> torch.Tensor:
-    import transformers
-
-    loaded = transformers.GPT2LMHeadModel.from_pretrained(model, attn_implementation="eager").double().eval()
-    with torch.no_grad():
-        return loaded(torch.tensor([list(token_ids)])).logits[0].float()
-
-
-def test_it_learns_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train(tmp_path, "--steps", "60", "--validate-every", "20", "--learning-rate", "0.01") == 0
-    lines = capsys.readouterr().out.splitlines()
-    losses = [float(line.split("validation loss ")[1].split()[0]) for line in lines if line.startswith("step")]
-    assert len(losses) == 3
-    assert min(losses) < 0.8 * math.log(len(set(TEXT)))
-    assert f"validation loss {min(losses):.3f}" in lines[-1]
-
-
-def test_every_character_comes_back_in_both_libraries(model: Path) -> None:
-    import transformers
-
-    ours = load_tokenizer(resolve_source(str(model)))
-    theirs = transformers.AutoTokenizer.from_pretrained(model)
-    characters = "".join(sorted(set(TEXT)))
-    for text in (TEXT[:300], characters, "\n", "  ", ""):
-        ids = ours.encode(text, add_special_tokens=True)
-        assert ids == [characters.index(character) for character in text]
-        assert ours.decode(ids) == text
-        assert theirs(text)["input_ids"] == ids
-        assert theirs.decode(ids) == text
-
-
-def test_both_libraries_run_it_and_nothing_ends_early(model: Path) -> None:
-    import transformers
-
-    llm = LLM(str(model), dtype="float32", num_blocks=8, threads=1, show_progress=False)
-    assert llm.resolved.model.eos_token_ids == ()
-    params = SamplingParams(temperature=0, max_tokens=CONTEXT - 6, logprobs=0)
-    result = llm.generate(["ROMEO:"], params)[0]
-    output = result.outputs[0]
-    assert (output.finish_reason, len(output.token_ids)) == ("length", CONTEXT - 6)
-    expected = hf_logits(model, result.prompt_token_ids + output.token_ids)[5:-1].log_softmax(dim=1)
-    assert output.logprobs is not None
-    logprobs = torch.tensor([one.logprob for one in output.logprobs])
-    torch.testing.assert_close(logprobs, expected.max(dim=1).values, rtol=0, atol=1e-3)
-    loaded = transformers.GPT2LMHeadModel.from_pretrained(model)
-    written = loaded.generate(torch.tensor([result.prompt_token_ids]), max_new_tokens=CONTEXT - 6, do_sample=False)
-    assert written.shape == (1, CONTEXT)
-
-
-def test_saved_in_bf16(tmp_path: Path) -> None:
-    assert train(tmp_path, "--steps", "2", "--dtype", "bf16") == 0
-    stored = load_file(tmp_path / "model" / "model.safetensors")
-    assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
-    assert hf_logits(tmp_path / "model", [0, 1]).shape == (2, len(set(TEXT)))
-
-
-def test_the_seed_decides(tmp_path: Path) -> None:
-    stored = []
-    for seed in ("1", "1", "2"):
-        assert train(tmp_path, "--steps", "3", "--seed", seed, "--dropout", "0.1") == 0
-        stored.append((tmp_path / "model" / "model.safetensors").read_bytes())
-    assert stored[0] == stored[1] != stored[2]
-
-
-def test_minutes_end_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train(tmp_path, "--steps", "1000000", "--minutes", "0.0001") == 0
-    assert "has the weights of step" in capsys.readouterr().out
-
-
-def test_the_best_checkpoint_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    losses = [2.0, 1.0, 3.0]
-    seen: list[torch.Tensor] = []
-
-    def validation_loss(model: train_char_gpt.CharGpt, windows: torch.Tensor) -> float:
-        seen.append(model.wte.weight.detach().clone())
-        return losses[len(seen) - 1]
-
-    monkeypatch.setattr(train_char_gpt, "validation_loss", validation_loss)
-    assert train(tmp_path, "--steps", "6", "--validate-every", "2") == 0
-    stored = load_file(tmp_path / "model" / "model.safetensors")["transformer.wte.weight"]
-    assert [torch.equal(stored, weights) for weights in seen] == [False, True, False]
-
-
-def test_a_training_that_diverges_claims_no_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(train_char_gpt, "validation_loss", lambda model, windows: math.nan)
-    assert train(tmp_path, "--steps", "4", "--validate-every", "2") == 1
-    captured = capsys.readouterr()
-    (line,) = captured.err.strip().splitlines()  # the bar leaves an empty one
-    assert line.startswith("train_char_gpt: the training diverged: no validation loss was finite")
-    assert "has the weights" not in captured.out
-    assert list((tmp_path / "model").iterdir()) == []
-
-
-def test_a_model_that_cannot_be_saved_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "model" / "model.safetensors").mkdir(parents=True)
-    assert train(tmp_path, "--steps", "2") == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()  # the bar leaves an empty one
-    assert line.startswith(f"train_char_gpt: out is {tmp_path / 'model'}; it can't be written: ")
-
-
-@pytest.mark.parametrize(
-    ("validate_every", "kept"), [("100", "the weights as they are, not validated"), ("2", "the weights of step 2, ")]
-)
-def test_ctrl_c_saves_what_there_is(
-    validate_every: str, kept: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    drawn = []
-
-    def draw(self: train_char_gpt.Text, *args: Any) -> torch.Tensor:
-        drawn.append(1)
-        if len(drawn) == 4:
-            raise KeyboardInterrupt
-        return original(self, *args)
-
-    original = train_char_gpt.Text.draw
-    monkeypatch.setattr(train_char_gpt.Text, "draw", draw)
-    assert train(tmp_path, "--steps", "50", "--validate-every", validate_every) == 130
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith(f"stopped after step 3; {tmp_path / 'model'} has {kept}")
-    assert hf_logits(tmp_path / "model", [0, 1]).isfinite().all()
-
-
-@pytest.mark.parametrize(
-    ("text", "flags", "complaint"),
-    [
-        (None, (), "text.txt; it can't be read: No such file"),
-        (b"\xff\xfe", (), "text.txt; it must be UTF-8"),
-        (b"short", (), "text.txt of 5 characters; with a context of 24 it must have at least 250"),
-        (TEXT.encode(), ("--width", "30", "--heads", "4"), "width is 30; it must be a multiple of 8"),
-        (TEXT.encode(), ("--steps", "0"), "steps is 0; it must be at least 1"),
-        (TEXT.encode(), ("--dropout", "1"), "dropout is 1.0; it must be at least 0 and below 1"),
-        (TEXT.encode(), ("--learning-rate", "nan"), "learning_rate is nan; it must be above 0 and finite"),
-        (TEXT.encode(), ("--learning-rate", "inf"), "learning_rate is inf; it must be above 0 and finite"),
-        (TEXT.encode(), ("--out", "/dev/null"), "out is /dev/null; it can't be written"),
-    ],
-)
-def test_bad_input_is_one_line(
-    text: bytes | None, flags: tuple[str, ...], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "text.txt"
-    if text is not None:
-        path.write_bytes(text)
-    assert train_char_gpt.main([str(path), "--out", str(tmp_path / "model"), *TINY, *flags]) == 2
-    error = capsys.readouterr().err
-    assert complaint in error
-    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize("module", [train_char_gpt, small_gpt])
@@ -213,15 +47,16 @@ def test_help(module: Any, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_experiment_writes_one_text_in_both_ways(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Into the context and past it; each token is the one that transformers' logits and the seed's noise give."""
+    monkeypatch.setattr(small_gpt_results, "TARGET_RATIO", 0.0)  # such a model's context is too short to gain from
     plot, raw = tmp_path / "plot.png", tmp_path / "raw.json"
     status = small_gpt.main([str(model), "--quick", "--seed", "5", "--plot", str(plot), "--json", str(raw)])
     printed = capsys.readouterr().out
     assert status == 0
     results = json.loads(raw.read_text())
-    (cached,), (recomputed,) = (results["runs"][way] for way in ("cached", "recomputed"))
+    cached, recomputed = (results["runs"][way][-1] for way in ("cached", "recomputed"))
     count = CONTEXT - len("ROMEO:") + small_gpt.PAST_CONTEXT
     assert len(cached["token_ids"]) == len(cached["seconds"]) == count
     assert cached["token_ids"] == recomputed["token_ids"]
@@ -232,7 +67,7 @@ def test_the_experiment_writes_one_text_in_both_ways(
         end = len("ROMEO:") + index
         logits = hf_logits(model, token_ids[max(0, end - CONTEXT) : end])[-1].numpy().astype(np.float64)
         words = token_words(np.array([choice_seed(5, 0)]), np.array([index]), [np.arange(len(logits))])
-        scores = logits / small_gpt.TEMPERATURE + gumbel(words)
+        scores = logits / TEMPERATURE + gumbel(words)
         assert scores.max() - scores[token_ids[end]] < 1e-3
     assert plot.stat().st_size > 10_000
     words_printed = " ".join(printed.split())
@@ -244,32 +79,105 @@ def test_the_experiment_writes_one_text_in_both_ways(
 def test_different_texts_are_noticed(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def tokens(self: small_gpt.Recomputed, *args: Any) -> Iterator[int]:
+    def tokens(self: Recomputed, *args: Any) -> Iterator[int]:
         for index, token_id in enumerate(original(self, *args)):
             yield token_id if index < 9 else (token_id + 1) % 10
 
-    original = small_gpt.Recomputed.tokens
-    monkeypatch.setattr(small_gpt.Recomputed, "tokens", tokens)
+    original = Recomputed.tokens
+    monkeypatch.setattr(Recomputed, "tokens", tokens)
     assert small_gpt.main([str(model), "--quick", "--no-plot", "--tokens", "12"]) == 1
     captured = capsys.readouterr()
     assert "the texts differ from output token 9 on" in captured.err
     assert "the text is the same" not in " ".join(captured.out.split())
 
 
+def test_a_text_that_differs_past_the_full_context_only_is_noticed(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As one that kept what it had computed before the window moved would give."""
+
+    def forgets_to_slide(self: Recomputed, window: list[int], index: int, seed: int) -> int:
+        token_id = original(self, window, index, seed)
+        return token_id if index <= CONTEXT - len("ROMEO:") else (token_id + 1) % 10
+
+    original = Recomputed._next
+    monkeypatch.setattr(Recomputed, "_next", forgets_to_slide)
+    assert small_gpt.main([str(model), "--quick", "--no-plot"]) == 1
+    assert f"the texts differ from output token {CONTEXT - len('ROMEO:') + 1} on" in capsys.readouterr().err
+
+
+def test_a_target_that_is_missed_fails(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(small_gpt_results, "TARGET_RATIO", 1e6)
+    assert small_gpt.main([str(model), "--quick", "--no-plot"]) == 1
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith(f"small_gpt: with the cache {CONTEXT} tokens are ")
+    assert line.endswith(" times as fast; the target is at least 1000000 times")
+
+
+def test_few_tokens_leave_checks_out_and_say_so(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(small_gpt_results, "TARGET_RATIO", 1e6)
+    assert small_gpt.main([str(model), "--quick", "--no-plot", "--tokens", "4"]) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert f"The target is for {CONTEXT} output tokens: not checked with 4." in words
+    assert "The context is full after 18 output tokens: sliding is not checked." in words
+
+
+@pytest.mark.parametrize("way", ["cached", "recomputed"])
+def test_a_failed_forward_pass_is_one_line_and_keeps_what_was_measured(
+    way: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At the sixth token of the first turn, behind four of the warm-up."""
+    calls = []
+    place, name = {"cached": (ModelRunner, "forward"), "recomputed": (Recomputed, "_next")}[way]
+    original = getattr(place, name)
+
+    def fail(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == small_gpt.WARM_UP_TOKENS + 6:
+            raise RuntimeError("no such operation")
+        return original(*args)
+
+    monkeypatch.setattr(place, name, fail)
+    raw = tmp_path / "raw.json"
+    assert small_gpt.main([str(model), "--quick", "--no-plot", "--json", str(raw)]) == 1
+    captured = capsys.readouterr()
+    assert "small_gpt: the forward pass failed: no such operation\n" in captured.err
+    assert "Stopped early (a step failed): these are partial results." in captured.out
+    results = json.loads(raw.read_text())
+    assert results["partial"]
+    assert len(results["runs"][way][0]["token_ids"]) == 5
+
+
 def test_ctrl_c_keeps_what_was_measured(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def tokens(self: small_gpt.Recomputed, prompt: Sequence[int], count: int, seed: int) -> Iterator[int]:
+    def tokens(self: Recomputed, prompt: Sequence[int], count: int, seed: int) -> Iterator[int]:
         yield from original(self, prompt, min(count, 5), seed)
         if count > 5:
             raise KeyboardInterrupt
 
-    original = small_gpt.Recomputed.tokens
-    monkeypatch.setattr(small_gpt.Recomputed, "tokens", tokens)
+    original = Recomputed.tokens
+    monkeypatch.setattr(Recomputed, "tokens", tokens)
+    monkeypatch.setenv("COLUMNS", "160")
     assert small_gpt.main([str(model), "--quick", "--no-plot"]) == 130
     printed = capsys.readouterr().out
-    assert "partial" in printed
-    assert small_gpt.NOT_MEASURED.split()[0] in printed
+    assert "Stopped early (interrupted): these are partial results." in printed
+    assert "not measured: interrupted" in printed
+
+
+def test_ctrl_c_before_the_first_token(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(small_gpt, "Cached", stop)
+    assert small_gpt.main([str(model), "--no-plot"]) == 130
+    assert capsys.readouterr().err == "small_gpt: interrupted before anything was measured\n"
 
 
 @pytest.mark.parametrize(
@@ -278,6 +186,9 @@ def test_ctrl_c_keeps_what_was_measured(
         (("--tokens", "0"), "tokens is 0; it must be at least 1"),
         (("--prompt", "ROMEO:" * 4), f"prompt has 24 tokens; it must have from 1 to 23, for a context of {CONTEXT}"),
         (("--prompt", ""), "prompt has 0 tokens"),
+        (("--tokens", str(10**30)), f"max_tokens is {10**30}; "),
+        (("--seed", str(2**63)), f"seed is {2**63}"),
+        (("--threads", str(10**30)), f"threads is {10**30}; it must be from 1 to 1024"),
         (("--prompt", "ROMEO%"), "the text holds '%' (U+0025), for which this model has no token"),
     ],
 )
@@ -287,6 +198,7 @@ def test_the_experiments_bad_input_is_one_line(
     assert small_gpt.main([str(model), "--no-plot", *flags]) == 2
     error = capsys.readouterr().err
     assert complaint in error
+    assert len(error.strip().splitlines()) == 1
 
 
 def test_a_folder_that_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -313,11 +225,11 @@ def test_medians_and_ratios_by_hand() -> None:
 
 def test_the_words_say_whether_the_texts_are_the_same() -> None:
     results = results_of(cached=[[1.0] * 6, [1.0] * 6], recomputed=[[4.0] * 6])
-    assert "4.0 times as fast as without it, and the text is the same;" in small_gpt.in_words(results)[0]
+    assert "4.0 times as fast as without it, and the text is the same;" in small_gpt_report.in_words(results)[0]
     results.runs["recomputed"][0].token_ids[5] = 2
     results.runs["cached"][1].token_ids[3] = 7
     assert results.first_difference() == 3
-    words = small_gpt.in_words(results)[0]
+    words = small_gpt_report.in_words(results)[0]
     assert "4.0 times as fast as without it, but the texts differ from output token 3 on;" in words
     assert "the same" not in words
 
@@ -325,7 +237,21 @@ def test_the_words_say_whether_the_texts_are_the_same() -> None:
 def test_what_was_not_reached_is_not_measured() -> None:
     results = results_of(cached=[[1.0] * 6], recomputed=[[1.0] * 3])
     assert [results.ratio(stretch) for stretch in results.stretches()] == [1.0, None, None]
-    assert small_gpt.in_words(results) == []
+    assert results.misses() == [
+        "recomputed got to 3 of 6 tokens only (out of time): no more is compared",
+        "the target of 4 times is not checked (out of time)",
+    ]
+    table = small_gpt_report.draw_table(results, "")
+    (ratios,) = (column for column in table.columns if column.header == "ratio")
+    (runs,) = (column for column in table.columns if column.header == "runs")
+    assert list(ratios.cells) == ["1.0x", "not measured: out of time", "not measured: out of time"]
+    assert list(runs.cells) == ["1/1", "1/0", "1/0"]
+    assert small_gpt_report.in_words(results) == []
+
+
+@pytest.mark.parametrize(("ratio", "misses"), [(4.0, 0), (3.9, 1)])
+def test_the_target(ratio: float, misses: int) -> None:
+    assert len(results_of(cached=[[1.0] * 6], recomputed=[[ratio] * 6]).misses()) == misses
 
 
 def test_a_way_stops_when_its_time_is_over() -> None:

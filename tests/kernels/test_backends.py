@@ -22,7 +22,7 @@ def test_auto_follows_the_device() -> None:
 
 
 def test_unknown_backend_is_named_with_the_choices() -> None:
-    with pytest.raises(UnsupportedError, match="'fast'; it must be one of auto, reference, triton"):
+    with pytest.raises(UnsupportedError, match="'fast'; it must be one of auto, cpu, reference, triton"):
         select_backend("fast", CPU)
 
 

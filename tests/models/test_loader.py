@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from pageframe.kernels import cpu as cpu_kernels
 from pageframe.runtime.config import ModelConfig
 from pageframe.runtime.errors import ModelError
 from pageframe.runtime.models import weights as weights_module
@@ -18,7 +17,7 @@ from pageframe.runtime.models.config import load_model_config
 from pageframe.runtime.models.decoder import Decoder
 from pageframe.runtime.models.loader import load_decoder
 from pageframe.runtime.models.source import resolve_source
-from pageframe.runtime.models.weights import Bf16Weight, DenseWeight, RmsNorm, make_weight
+from pageframe.runtime.models.weights import DenseWeight, RmsNorm
 
 from .helpers import CPU, hf_logits, hf_model, load, logits_of
 
@@ -190,33 +189,6 @@ def test_dense_weight_is_a_linear(packs: bool, bias: bool, monkeypatch: pytest.M
     for rows in (1, 2, 31, 33, 100):
         x = torch.randn(rows, 80, generator=generator)
         torch.testing.assert_close(linear(x), F.linear(x, weight, offset if bias else None), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("compiled", [True, False])
-def test_bf16_weights_with_float32_arithmetic(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same values and nearly the same results, with compiled kernels and without."""
-    if compiled and cpu_kernels.load() is None:
-        pytest.skip("this machine has no compiled kernels; the log says why")
-    if not compiled:
-        monkeypatch.setattr(cpu_kernels, "load", lambda: None)
-    generator = torch.Generator().manual_seed(0)
-    weight, bias = torch.randn(48, 80, generator=generator).bfloat16(), torch.randn(48, generator=generator)
-    linear = make_weight(weight, bias, torch.float32)
-    assert isinstance(linear, Bf16Weight if compiled else DenseWeight)
-    assert (linear.out_features, linear.in_features) == (48, 80)
-    x = torch.randn(7, 160, generator=generator)[:, ::2]
-    torch.testing.assert_close(linear(x), F.linear(x, weight.float(), bias), rtol=1e-5, atol=1e-5)
-    decoder = Decoder.random(CONFIG, storage_dtype=torch.bfloat16, compute_dtype=torch.float32, device=CPU, seed=0)
-    rounded = Decoder.random(CONFIG, storage_dtype=torch.float32, compute_dtype=torch.float32, device=CPU, seed=0)
-    result, exact = logits_of(decoder, PROMPT), logits_of(rounded, PROMPT)
-    assert result.dtype == torch.float32
-    assert (result - exact).abs().mean() < 0.05 * exact.abs().mean()
-
-
-@pytest.mark.parametrize("wants", [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)])
-def test_other_arithmetic_uses_no_compiled_kernels(wants: tuple[torch.dtype, torch.dtype]) -> None:
-    storage, compute = wants
-    assert isinstance(make_weight(torch.zeros(4, 4, dtype=storage), None, compute), DenseWeight)
 
 
 def test_rms_norm() -> None:

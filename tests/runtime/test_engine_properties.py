@@ -156,7 +156,15 @@ def assert_everything_happened(counts: Counter[str], num_steps: int) -> None:
     assert counts["mixed_steps"] > num_steps // 20, "prefill and decode hardly met in a step"
     assert counts["batched_steps"] > num_steps // 4
     assert counts["preemptions"] == counts["journal: preempt"] > num_steps // 100
-    often = ("aborts", "rejections", "journal: hit", "journal: fork", "never read", "miss: differs", "miss: complete")
+    often = (
+        "aborts",
+        "rejections",
+        "journal: hit",
+        "journal: fork",
+        "never read",
+        "miss: differs",
+        "miss: partial block",
+    )
     for what in often:
         assert counts[what] + counts[f"journal: {what}"] > num_steps // 300, f"{what}: {counts}"
     rarely = (

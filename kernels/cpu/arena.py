@@ -1,0 +1,43 @@
+"""Weights side by side in memory, in the order in which a step reads them.
+
+The linears ask for memory ahead of what they multiply, past the end of a weight too: then that is the next weight. Huge
+pages, where the system has them, spare address translations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import mmap
+from collections.abc import Sequence
+
+import torch
+
+from pageframe.kernels.cpu.linear import PackedWeight
+
+__all__ = ["Arena"]
+
+_ALIGNMENT = 64
+
+
+class Arena:
+    """Memory for the values of some weights. It lives as long as any of them.
+
+    Args:
+        sizes: bytes of each weight's values, in order.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        memory = mmap.mmap(-1, sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes))
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        self._memory = torch.frombuffer(memory, dtype=torch.uint8)
+        self._start = 0
+
+    def move(self, weight: PackedWeight) -> PackedWeight:
+        """The same weight with its values behind those that were moved before."""
+        data = weight.values.data
+        end = self._start + data.nbytes
+        place = self._memory[self._start : end].view(data.dtype).view(data.shape)
+        self._start += -(-data.nbytes // _ALIGNMENT) * _ALIGNMENT
+        place.copy_(data)
+        return PackedWeight(dataclasses.replace(weight.values, data=place), weight.bias)

@@ -1,0 +1,119 @@
+"""Linear maps over packed weights, from tensors to tensors."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from pageframe.kernels.cpu.packing import PackedValues
+from pageframe.kernels.cpu.structs import LinearWeight, address
+
+__all__ = ["LinearMaps", "PackedWeight"]
+
+#: In the order of linear_entry.h.
+_FUNCTIONS = ("silu", "gelu_tanh", "gelu")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedWeight:
+    """x @ W.T + bias, with the memory that `struct` points to.
+
+    Args:
+        bias: contiguous float32 [n] on the CPU, or None.
+
+    Raises:
+        ValueError: the bias has another dtype, device or shape.
+    """
+
+    values: PackedValues
+    bias: Tensor | None = None
+    struct: LinearWeight = field(init=False)
+
+    def __post_init__(self) -> None:
+        n, k, bias = self.values.n, self.values.k, self.bias
+        if bias is not None:
+            _check("bias", bias, (n,))
+        struct = LinearWeight(self.values.kind, 0, n, k, address(self.values.data), None, address(bias))
+        object.__setattr__(self, "struct", struct)
+
+
+class LinearMaps:
+    """The compiled library's linears. A row's result is the same bits whatever the number of rows and threads."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        self._linear = library.pageframe_linear
+        self._linear.restype = None
+        self._linear.argtypes = [ctypes.POINTER(LinearWeight), pointer, pointer, number, ctypes.c_int]
+        self._activated = library.pageframe_activated_linear
+        self._activated.restype = None
+        self._activated.argtypes = [*self._linear.argtypes, ctypes.c_int, ctypes.c_int]
+        self._arg_max = library.pageframe_arg_max
+        self._arg_max.restype = None
+        self._arg_max.argtypes = [ctypes.POINTER(LinearWeight), pointer, pointer, pointer, number, ctypes.c_int]
+
+    def linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
+        """x @ W.T + bias, with x rounded to bfloat16 first where the processor multiplies that, and float32 sums.
+
+        Args:
+            x: contiguous float32 [rows, k] on the CPU.
+
+        Returns:
+            float32 [rows, n].
+
+        Raises:
+            ValueError: x has another dtype, device or shape.
+        """
+        _check("x", x, (len(x), weight.values.k))
+        out = x.new_empty(len(x), weight.values.n)
+        self._linear(weight.struct, x.data_ptr(), out.data_ptr(), len(x), torch.get_num_threads())
+        return out
+
+    def activated(self, x: Tensor, weight: PackedWeight, function: str, *, gated: bool) -> Tensor:
+        """A function of each number that `linear` would give, rounded as activations are.
+
+        Args:
+            function: "silu", "gelu_tanh" or "gelu".
+            gated: the weight was packed `interleaved`; what its first half of the outputs gives goes through the
+                function and is multiplied by the second half's.
+
+        Returns:
+            float32 [rows, n], or [rows, n / 2] if gated.
+
+        Raises:
+            ValueError: as `linear`, or another function.
+        """
+        _check("x", x, (len(x), weight.values.k))
+        if function not in _FUNCTIONS:
+            raise ValueError(f"function must be one of {', '.join(_FUNCTIONS)}; it is {function!r}")
+        out = x.new_empty(len(x), weight.values.n // 2 if gated else weight.values.n)
+        threads, number = torch.get_num_threads(), _FUNCTIONS.index(function)
+        self._activated(weight.struct, x.data_ptr(), out.data_ptr(), len(x), threads, number, gated)
+        return out
+
+    def arg_max(self, x: Tensor, weight: PackedWeight) -> tuple[Tensor, Tensor]:
+        """The largest of each row that `linear` would give, which is never stored.
+
+        Returns:
+            int64 [rows]: the lowest place of the row's largest number; a NaN counts as -inf.
+            float32 [rows]: that number.
+
+        Raises:
+            ValueError: as `linear`.
+        """
+        _check("x", x, (len(x), weight.values.k))
+        columns, values = x.new_empty(len(x), dtype=torch.int64), x.new_empty(len(x))
+        threads = torch.get_num_threads()
+        self._arg_max(weight.struct, x.data_ptr(), columns.data_ptr(), values.data_ptr(), len(x), threads)
+        return columns, values
+
+
+def _check(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tensor.dtype != torch.float32 or tensor.shape != shape or not tensor.is_cpu or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} must be contiguous float32 {list(shape)} on the CPU; it is {tensor.dtype} {list(tensor.shape)} "
+            f"with strides {list(tensor.stride())} on {tensor.device}"
+        )

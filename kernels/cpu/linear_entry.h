@@ -1,0 +1,92 @@
+// The linear alone, as Python calls it. x is float32 [rows, k], and is rounded first where the processor multiplies
+// bfloat16.
+#pragma once
+
+#include <vector>
+
+#include "linear.h"
+
+namespace pageframe {
+
+// float32 rows as a linear reads them.
+class RoundedRows {
+  public:
+    RoundedRows(const LinearWeight& weight, const float* x, int64_t rows)
+        : values_(rows * weight.k), sums_(rows * (weight.k / kGroup)), rows_(rows), k_(weight.k) {
+        for (int64_t i = 0; i < rows * k_; i += kLanes) store_act(values_.data() + i, load(x + i));
+        if (!needs_group_sums(weight)) return;
+        for (int64_t row = 0; row < rows; ++row)
+            group_sums(values_.data() + row * k_, k_, sums_.data() + row * (k_ / kGroup));
+    }
+
+    Inputs inputs() const { return {values_.data(), k_, sums_.data(), rows_}; }
+
+  private:
+    std::vector<Act> values_;
+    std::vector<float> sums_;
+    int64_t rows_, k_;
+};
+
+// Calls epilogue_of(rank) for each thread's epilogue.
+template <class EpilogueOf>
+void linear_by_team(const LinearWeight& weight, const float* x, int64_t rows, int threads, EpilogueOf epilogue_of) {
+    const RoundedRows rounded(weight, x, rows);
+    const int64_t own_bytes = divide_up(linear_scratch_bytes(weight.k), kCacheLine) * kCacheLine;
+    std::vector<char> scratch(threads * own_bytes + kCacheLine);
+    char* const aligned = scratch.data() + (-reinterpret_cast<uintptr_t>(scratch.data()) & (kCacheLine - 1));
+    run_team(threads, [&](Team& team, int rank) {
+        linear(team, weight, rounded.inputs(), epilogue_of(rank), aligned + rank * own_bytes);
+    });
+}
+
+inline float as_float(Bf16 value) { return to_float(value); }
+inline float as_float(float value) { return value; }
+
+// Calls with the function that Python numbers so.
+template <class Call>
+void with_function(int function, Call call) {
+    if (function == 0) return call(Silu{});
+    if (function == 1) return call(GeluTanh{});
+    call(Gelu{});
+}
+
+}  // namespace pageframe
+
+// out float32 [rows, n] = x @ W.T + bias.
+extern "C" void pageframe_linear(const pageframe::LinearWeight* weight, const float* x, float* out, int64_t rows,
+                                 int threads) {
+    using namespace pageframe;
+    linear_by_team(*weight, x, rows, threads, [&](int) { return Store{out, weight->n}; });
+}
+
+// Each row's largest output and the lowest column that has it; NaN counts as -inf. columns int64 [rows], values float32
+// [rows].
+extern "C" void pageframe_arg_max(const pageframe::LinearWeight* weight, const float* x, int64_t* columns,
+                                  float* values, int64_t rows, int threads) {
+    using namespace pageframe;
+    std::vector<Best> best(threads * rows);
+    for (Best& row : best) row.clear();
+    linear_by_team(*weight, x, rows, threads, [&](int rank) { return ArgMax{best.data() + rank * rows}; });
+    for (int64_t row = 0; row < rows; ++row) {
+        const Largest largest = merge_best(best.data() + row, threads, rows);
+        columns[row] = largest.column;
+        values[row] = largest.value;
+    }
+}
+
+// out float32 [rows, n] = function(x @ W.T + bias); gated: [rows, n / 2] = function(gate) * up, with the strips of gate
+// and up taking turns. Rounded as activations are.
+extern "C" void pageframe_activated_linear(const pageframe::LinearWeight* weight, const float* x, float* out,
+                                           int64_t rows, int threads, int function, int gated) {
+    using namespace pageframe;
+    const int64_t width = gated ? weight->n / 2 : weight->n;
+    std::vector<Act> rounded(rows * width);
+    with_function(function, [&](auto chosen) {
+        using Function = decltype(chosen);
+        if (gated)
+            linear_by_team(*weight, x, rows, threads, [&](int) { return Gated<Function>{rounded.data(), width}; });
+        else
+            linear_by_team(*weight, x, rows, threads, [&](int) { return Activated<Function>{rounded.data(), width}; });
+    });
+    for (int64_t i = 0; i < rows * width; ++i) out[i] = as_float(rounded[i]);
+}

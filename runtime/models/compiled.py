@@ -1,0 +1,91 @@
+"""A decoder's layers in the compiled CPU engine: each is one call.
+
+Knows which layers the engine can compute and hands it their stored values; the arithmetic is in kernels/cpu.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from pageframe.kernels.attention import AttentionPlan, Backend
+from pageframe.kernels.cpu import Arena, CompiledLayer, CpuKernels, LayerShape
+from pageframe.runtime.config import ModelConfig
+from pageframe.runtime.models.layers import LayerWeights, RotaryTable, RunLayer
+from pageframe.runtime.models.weights import CompiledWeight, RmsNorm, Weight
+
+
+def can_compile(config: ModelConfig) -> bool:
+    """Whether the engine has this kind of layer: RMSNorm, rotary positions, an MLP gated by SiLU, in sizes of 32."""
+    sizes = (config.hidden_size, config.intermediate_size, config.head_dim)
+    return (
+        config.norm == "rms"
+        and config.learned_positions is None
+        and config.gated_mlp
+        and config.activation == "silu"
+        and all(size % 32 == 0 for size in sizes)
+        and config.head_dim <= 256
+    )
+
+
+class CompiledLayers:
+    """See `Layers`.
+
+    Args:
+        config: one that `can_compile`.
+        layers: all of whose linears are CompiledWeights, gate and up interleaved.
+    """
+
+    def __init__(
+        self, kernels: CpuKernels, config: ModelConfig, layers: Sequence[LayerWeights], rotary: RotaryTable
+    ) -> None:
+        self._kernels = kernels
+        self._rotary = rotary
+        shape = LayerShape(
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            norm_eps=config.norm_eps,
+            attention_scale=config.head_dim**-0.5,
+        )
+        self._layers = [_compile(kernels, shape, layer) for layer in layers]
+
+    def begin(self, positions: Tensor, slots: Tensor, plan: AttentionPlan, backend: Backend) -> RunLayer:
+        """See `Layers.begin`."""
+        step = self._kernels.begin_step(plan, positions, slots, *self._rotary.pairs())
+        layers = self._layers
+
+        def run(index: int, hidden: Tensor, kv_cache: Tensor, kv_scales: Tensor | None) -> None:
+            step.run(layers[index], hidden, kv_cache, kv_scales)
+
+        return run
+
+
+def lay_out_in_order(weights: Sequence[Weight]) -> None:
+    """Move the values of the compiled ones among these weights side by side, in this order."""
+    compiled = [weight for weight in weights if isinstance(weight, CompiledWeight)]
+    arena = Arena([weight.packed.values.data.nbytes for weight in compiled])
+    for weight in compiled:
+        weight.packed = arena.move(weight.packed)
+
+
+def _compile(kernels: CpuKernels, shape: LayerShape, weights: LayerWeights) -> CompiledLayer:
+    linears = (weights.qkv, weights.o, weights.gate_up, weights.down)
+    packed = [linear.packed for linear in linears if isinstance(linear, CompiledWeight)]
+    assert len(packed) == len(linears), "a compiled layer needs compiled weights"
+    assert isinstance(weights.attention_norm, RmsNorm)
+    assert isinstance(weights.mlp_norm, RmsNorm)
+    return kernels.compile_layer(
+        shape,
+        qkv=packed[0],
+        o=packed[1],
+        gate_up=packed[2],
+        down=packed[3],
+        attention_norm=weights.attention_norm.values,
+        mlp_norm=weights.mlp_norm.values,
+        qk_norm=weights.qk_norm.values if isinstance(weights.qk_norm, RmsNorm) else None,
+        window=weights.window,
+    )

@@ -1,0 +1,189 @@
+"""The compiled linear over weights of every kind: against float64, and its bits for any rows and threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize, quantize
+
+from pageframe.kernels.cpu.build import BuildError, chosen_isa, load_library
+from pageframe.kernels.cpu.linear import LinearMaps, PackedWeight
+from pageframe.kernels.cpu.packing import pack_bf16, pack_blocks
+
+try:
+    ISA, REASON = chosen_isa(), ""
+except BuildError as error:
+    ISA, REASON = "", str(error)
+pytestmark = pytest.mark.skipif(bool(REASON), reason=f"no compiled kernels: {REASON}")
+
+FORMATS = ("bf16", "Q4_0", "Q4_1", "Q8_0")
+# (n, k): whole pieces of work, one output, parts of a strip, one strip, many groups.
+SHAPES = ((192, 96), (1, 32), (5, 64), (83, 576), (48, 1536), (210, 2016))
+ROWS = (0, 1, 2, 3, 5, 6, 7, 8, 9, 13, 31, 64, 300)
+
+
+@pytest.fixture(scope="module")
+def maps() -> LinearMaps:
+    return LinearMaps(load_library())
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """Sets torch's number of threads, until the test ends."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def make_weight(
+    weight_format: str, n: int, k: int, *, bias: bool = True, interleaved: bool = False
+) -> tuple[PackedWeight, torch.Tensor, torch.Tensor]:
+    """A packed weight, and in float64 the values that it multiplies by [n, k] and its bias [n]."""
+    random = np.random.default_rng(n * k)
+    values = random.standard_normal((n, k), dtype=np.float32)
+    added = torch.from_numpy(random.standard_normal(n, dtype=np.float32)) if bias else None
+    if weight_format == "bf16":
+        stored = torch.from_numpy(values).bfloat16()
+        packed = pack_bf16(stored, interleaved=interleaved)
+    else:
+        kind = GGMLQuantizationType[weight_format]
+        data = quantize(values, kind)
+        packed = pack_blocks(weight_format, torch.from_numpy(data), interleaved=interleaved)
+        stored = torch.from_numpy(dequantize(data, kind))
+        if ISA == "amx":  # which unpacks what it multiplies
+            stored = stored.bfloat16()
+    return PackedWeight(packed, added), stored.double(), torch.zeros(n).double() if added is None else added.double()
+
+
+def make_rows(rows: int, k: int) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(rows + k).standard_normal((rows, k), dtype=np.float32))
+
+
+def as_read(x: torch.Tensor) -> torch.Tensor:
+    return x.double() if ISA == "avx2" else x.bfloat16().double()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_a_linear_is_the_product_of_its_stored_values(
+    maps: LinearMaps, weight_format: str, shape: tuple[int, int]
+) -> None:
+    n, k = shape
+    weight, values, bias = make_weight(weight_format, n, k)
+    for rows in ROWS:
+        x = make_rows(rows, k)
+        expected = as_read(x) @ values.T + bias
+        # A few roundings of float32 for each of the numbers that are added up.
+        allowed = 1e-6 * (as_read(x).abs() @ values.abs().T + as_read(x).abs().sum(1, keepdim=True) + bias.abs())
+        error = (maps.linear(x, weight).double() - expected).abs()
+        assert (error <= allowed).all(), rows
+
+
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_a_row_is_the_same_bits_in_any_batch_and_on_any_number_of_threads(
+    maps: LinearMaps, threads: Callable[[int], None], weight_format: str
+) -> None:
+    weight, _, _ = make_weight(weight_format, 210, 544)
+    x = make_rows(300, 544)
+    threads(1)
+    alone = torch.cat([maps.linear(row[None], weight) for row in x])
+    for count in (1, 2, 3):
+        threads(count)
+        assert torch.equal(maps.linear(x, weight), alone)
+        for rows in range(1, 71):
+            assert torch.equal(maps.linear(x[:rows], weight), alone[:rows]), (count, rows)
+
+
+@pytest.mark.parametrize("k", [4096, 9216])
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_a_block_of_rows_that_fills_the_cache_changes_no_bit(maps: LinearMaps, weight_format: str, k: int) -> None:
+    weight, _, _ = make_weight(weight_format, 40, k)
+    x = make_rows(130, k)
+    assert torch.equal(maps.linear(x, weight)[[0, 63, 129]], maps.linear(x[[0, 63, 129]], weight))
+
+
+def test_without_a_bias_sums_start_from_zero(maps: LinearMaps) -> None:
+    for weight_format in FORMATS:
+        weight, _, _ = make_weight(weight_format, 20, 64, bias=False)
+        assert torch.equal(maps.linear(torch.zeros(3, 64), weight), torch.zeros(3, 20))
+
+
+FUNCTIONS = {
+    "silu": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+}
+
+
+def assert_near(given: torch.Tensor, expected: torch.Tensor, identity: torch.Tensor) -> None:
+    """Within an activation's rounding, and within few of float32's of what the identity function would give."""
+    error = (given.double() - expected).abs()
+    relative = 0 if ISA == "avx2" else 2**-8
+    assert (error <= relative * expected.abs() + 4e-7 * identity.abs()).all()
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_an_activated_linear_is_the_function_of_its_sums(maps: LinearMaps, function: str) -> None:
+    weight, _, _ = make_weight("Q4_1", 83, 64)
+    x = make_rows(21, 64)
+    sums = maps.linear(x, weight).double()
+    assert_near(maps.activated(x, weight, function, gated=False), FUNCTIONS[function](sums), sums)
+
+
+@pytest.mark.parametrize("weight_format", FORMATS)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_gated_linear_multiplies_the_second_half_by_the_function_of_the_first(
+    maps: LinearMaps, function: str, weight_format: str
+) -> None:
+    plain, _, _ = make_weight(weight_format, 160, 64, bias=False)
+    interleaved, _, _ = make_weight(weight_format, 160, 64, bias=False, interleaved=True)
+    for rows in (1, 7, 40):
+        x = make_rows(rows, 64)
+        gate, up = maps.linear(x, plain).double().split(80, dim=1)
+        given = maps.activated(x, interleaved, function, gated=True)
+        assert_near(given, FUNCTIONS[function](gate) * up, gate * up)
+
+
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_arg_max_finds_the_largest_output_of_each_row(
+    maps: LinearMaps, threads: Callable[[int], None], weight_format: str
+) -> None:
+    weight, _, _ = make_weight(weight_format, 1003, 96)
+    x = make_rows(67, 96)
+    values, columns = maps.linear(x, weight).max(dim=1)
+    for count in (1, 2):
+        threads(count)
+        for rows in (0, 1, 9, 67):
+            found = maps.arg_max(x[:rows], weight)
+            assert torch.equal(found[0], columns[:rows])
+            assert torch.equal(found[1], values[:rows])
+
+
+def test_arg_max_gives_the_lowest_of_equals_and_takes_nan_for_the_least(maps: LinearMaps) -> None:
+    bias = torch.zeros(300)
+    bias[[17, 250]] = 1.0
+    bias[3] = torch.nan
+    weight = PackedWeight(pack_bf16(torch.zeros(300, 32).bfloat16()), bias)
+    columns, values = maps.arg_max(torch.ones(5, 32), weight)
+    assert columns.tolist() == [17] * 5
+    assert values.tolist() == [1.0] * 5
+    columns, values = maps.arg_max(torch.full((1, 32), torch.nan), weight)
+    assert columns.tolist() == [0]
+    assert values.tolist() == [-torch.inf]
+
+
+def test_what_a_linear_cannot_read_is_refused(maps: LinearMaps) -> None:
+    values = pack_bf16(torch.zeros(16, 32).bfloat16())
+    weight = PackedWeight(values)
+    with pytest.raises(ValueError, match=r"x must be contiguous float32 \[2, 32\]"):
+        maps.linear(torch.zeros(2, 64), weight)
+    with pytest.raises(ValueError, match="x must be contiguous float32"):
+        maps.arg_max(torch.zeros(32, 2).T, weight)
+    with pytest.raises(ValueError, match="function must be one of silu, gelu_tanh, gelu; it is 'relu'"):
+        maps.activated(torch.zeros(2, 32), weight, "relu", gated=False)
+    with pytest.raises(ValueError, match=r"bias must be contiguous float32 \[16\]"):
+        PackedWeight(values, torch.zeros(17))
