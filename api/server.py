@@ -1,14 +1,11 @@
-"""`run_server`: the life of a server, from the port to the last answer.
-
-Binds first, so that a port in use is told before a model is loaded; listens while the engine starts (503 until it
-is ready); on SIGTERM or Ctrl-C lets running requests finish. Knows nothing of routes.
+"""The life of a server on its port: listens while the engine starts (503 until it is ready); on SIGTERM or Ctrl-C
+lets running requests finish. Knows nothing of routes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import signal
 import socket
@@ -23,7 +20,7 @@ from pageframe.api.loading_bar import loading_bar
 from pageframe.api.metrics import Metrics
 from pageframe.api.service import ServerState, Service
 from pageframe.runtime.chat_template import ChatTemplate, load_chat_template
-from pageframe.runtime.config import EngineConfig
+from pageframe.runtime.config import EngineConfig, ResolvedConfig
 from pageframe.runtime.engine_client import EngineClient
 from pageframe.runtime.errors import InvalidRequestError, StartupError
 from pageframe.runtime.models.config import sampling_defaults
@@ -41,70 +38,30 @@ KEEP_ALIVE_SECONDS = 75
 Load = Callable[[], Awaitable[Service]]
 
 
-def run_server(engine_config: EngineConfig, server_config: ServerConfig) -> int:
-    """Serves until SIGTERM or Ctrl-C. Must run in the main thread. Returns the exit status.
+async def load_service(
+    process: asyncio.subprocess.Process, engine_config: EngineConfig, server_config: ServerConfig
+) -> Service:
+    """Has the engine built, and loads the tokenizer and the template meanwhile.
 
-    A second signal ends running requests at once.
-    """
-    level = server_config.log_level.upper()
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("uvicorn").setLevel("WARNING")
-    try:
-        with bind(server_config) as listener:
-            asyncio.run(_serve_until_signal(listener, engine_config, server_config))
-        return 0
-    except StartupError as error:
-        sys.stderr.write(f"pageframe: {error}\n")
-        return 1
-
-
-def bind(config: ServerConfig) -> socket.socket:
-    """A listening socket.
-
-    Raises:
-        StartupError: the port is in use, or the address is not this machine's.
-    """
-    host, port = config.host, config.port
-    listener: socket.socket | None = None
-    try:
-        # asyncio turns Nagle's algorithm off only where the socket says TCP by number; with it, the second write of
-        # every response would wait 40 ms for the client's delayed acknowledgement.
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen()
-    except OSError as error:
-        if listener is not None:
-            listener.close()
-        if error.errno == errno.EADDRINUSE:
-            raise StartupError(f"port {port} of {host} is in use; choose another with --port") from None
-        raise StartupError(f"cannot listen on {host}, port {port}: {error.strerror or error}") from None
-    return listener
-
-
-async def load_service(engine_config: EngineConfig, server_config: ServerConfig) -> Service:
-    """Starts the engine, and loads the tokenizer and the template meanwhile.
+    Args:
+        process: what `launch_engine` gave.
 
     Raises:
         StartupError: one of them cannot.
     """
     source = await asyncio.to_thread(resolve_source, engine_config.model)
     with loading_bar(source.name) as advance:
-        return await _load(source, engine_config, server_config, advance)
+        return await _load(process, source, engine_config, server_config, advance)
 
 
 async def _load(
+    process: asyncio.subprocess.Process,
     source: ModelSource,
     engine_config: EngineConfig,
     server_config: ServerConfig,
     advance: Callable[[int, int], None],
 ) -> Service:
-    starting = asyncio.create_task(
-        EngineClient.start(engine_config, log_level=server_config.log_level, progress=advance)
-    )
+    starting = asyncio.create_task(EngineClient.start(process, engine_config, progress=advance))
     try:
         tokenizer, template, defaults = await asyncio.to_thread(_load_text_side, source)
     except BaseException:
@@ -118,6 +75,19 @@ async def _load(
     metrics = Metrics(name, client.resolved, lambda: client.stats)
     client.on_step = metrics.step
     return Service(client, tokenizer, template, name, defaults, metrics)
+
+
+async def serve_until_signal(listener: socket.socket, config: ServerConfig, load: Load) -> None:
+    """`serve` until SIGTERM or Ctrl-C; a second one ends running requests at once. Must run in the main thread.
+
+    Raises:
+        StartupError: from `load`.
+    """
+    state = ServerState(config)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, state.stop)
+    await serve(listener, state, load)
 
 
 async def serve(listener: socket.socket, state: ServerState, load: Load) -> None:
@@ -171,16 +141,6 @@ def _uvicorn_config(state: ServerState) -> uvicorn.Config:
     )
 
 
-async def _serve_until_signal(
-    listener: socket.socket, engine_config: EngineConfig, server_config: ServerConfig
-) -> None:
-    state = ServerState(server_config)
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, state.stop)
-    await serve(listener, state, lambda: load_service(engine_config, server_config))
-
-
 async def _load_unless_stopped(state: ServerState, load: Load) -> Service | None:
     loading = asyncio.ensure_future(load())
     stopping = asyncio.create_task(state.stopping.wait())
@@ -224,6 +184,18 @@ def _load_text_side(source: ModelSource) -> tuple[Tokenizer, ChatTemplate | None
     return tokenizer, load_chat_template(source, tokenizer), defaults
 
 
+def describe_arithmetic(resolved: ResolvedConfig) -> str:
+    """What computes and with which values, in one line."""
+    kernels = f"kernels compiled for {resolved.instruction_set}" if resolved.instruction_set else "torch's operations"
+    threads = f", threads: {resolved.threads}" if resolved.device == "cpu" else ""
+    weights = "as in the file" if resolved.weights == "file" else resolved.weights
+    bits = "the same bits in any batch" if resolved.batch_invariant else "the same up to its last bits"
+    return (
+        f"Computes on {resolved.device} with {kernels}{threads}; weights: {weights}, K/V: {resolved.kv_dtype}; "
+        f"an answer is {bits}"
+    )
+
+
 def _announce(service: Service, config: ServerConfig, port: int) -> None:
     host = f"[{config.host}]" if ":" in config.host else config.host
     url = f"http://{host}:{port}"
@@ -233,6 +205,7 @@ def _announce(service: Service, config: ServerConfig, port: int) -> None:
     lines = [
         f"Pageframe serves {service.model_name} on {url}",
         f"Try it: curl {url}/v1/{route} -H 'content-type: application/json' -d '{body}'",
+        describe_arithmetic(service.client.resolved),
         *(f"Note: {note}" for note in service.client.resolved.notes),
     ]
     sys.stdout.write("\n".join(lines) + "\n")

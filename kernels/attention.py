@@ -2,8 +2,9 @@
 
 A layer's cache is `[num_blocks, 2, num_kv_heads, block_size, head_dim]`, K at index 0 and V at index 1 of the
 second axis. An int8 one holds codes; beside it stand `kv_scales`, float32 `[num_blocks, 2, num_kv_heads, block_size]`:
-a slot of a head is its codes times its scale. What is inside is private to the kernels: others write through `write_kv` and `copy_blocks` and look
-through `read_block`. Nothing here knows which block is free, whose it is, or what a request is.
+a slot of a head is its codes times its scale. What is inside is private to the kernels: others write through `write_kv`
+and `copy_blocks` and look through `read_block`. Nothing here knows which block is free, whose it is, or what a request
+is.
 """
 
 from __future__ import annotations

@@ -75,6 +75,12 @@ def choose_arithmetic(config: EngineConfig, model: ModelConfig, source: ModelSou
         compute, notes = _without_kernels(lack)
     kv = TORCH_DTYPES[config.stored_kv_dtype]
     backend = _backend(config, model, device, kv, kernels)
+    if not notes and (kernels is None or backend.name != "cpu"):
+        reason = lack or f"attention is the {backend.name} backend's"
+        notes = (
+            f"An answer's last bits may depend on what else is in the batch ({reason}): "
+            "only the compiled CPU engine's never do.",
+        )
     return Arithmetic(device, storage, kv, compute, backend, kernels, keep_blocks, notes)
 
 

@@ -18,7 +18,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from pageframe.runtime.errors import InvalidRequestError, ModelError
 from pageframe.runtime.models.config import read_json
-from pageframe.runtime.models.gguf import GgufFile
 from pageframe.runtime.models.source import ModelSource, one_line
 from pageframe.runtime.tokenizer import Tokenizer
 
@@ -91,7 +90,7 @@ def load_chat_template(source: ModelSource, tokenizer: Tokenizer) -> ChatTemplat
 
 
 def _gguf_template(source: ModelSource) -> str | None:
-    text = GgufFile(source.path).metadata.get("tokenizer.chat_template")
+    text = source.gguf.metadata.get("tokenizer.chat_template")
     if text is not None and not isinstance(text, str):
         raise ModelError(f"{source.path}: tokenizer.chat_template is no text")
     return text

@@ -52,12 +52,17 @@ class EngineConfig:
     dtype: str = flag("bf16", "type of the arithmetic, and of K and V unless --kv-dtype has another", choices=DTYPES)
     weights: str = flag(
         "auto",
-        "how weights are held: as the GGUF file stores them (file), rounded to bf16, or the first of these that is "
-        "possible (auto)",
+        "how weights are held: as a GGUF file stores them (file, for Q4_0, Q4_1 and Q8_0), or in --dtype (bf16); auto "
+        "takes the first that is possible",
         choices=WEIGHTS,
     )
     device: str = flag("auto", "where the model runs", choices=DEVICES)
-    backend: str = flag("auto", "attention kernels", choices=BACKENDS)
+    backend: str = flag(
+        "auto",
+        "what computes attention: kernels compiled for this CPU (cpu), torch (reference) or triton; auto takes the "
+        "fastest that is possible",
+        choices=BACKENDS,
+    )
     block_size: int = flag(16, "token slots in a block, a power of two from 1 to 256", unit="tokens")
     num_blocks: int | None = flag(None, "blocks in the KV pool; given, it overrides --kv-memory", unit="blocks")
     kv_memory: int | None = flag(
@@ -67,8 +72,7 @@ class EngineConfig:
     )
     kv_dtype: str = flag(
         "auto",
-        "how K and V are held: in the arithmetic's type (auto), or rounded to int8 with a scale for each slot and head, "
-        "in about half of bf16's memory",
+        "how K and V are held: in the arithmetic's type (auto), or rounded to int8, in about half of bf16's memory",
         choices=KV_DTYPES,
     )
     max_model_len: int | None = flag(

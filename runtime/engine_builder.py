@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from pageframe.runtime import memory_plan
 from pageframe.runtime.arithmetic import Arithmetic, choose_arithmetic
-from pageframe.runtime.config import DEFAULT_MODEL, EngineConfig, ResolvedConfig
+from pageframe.runtime.config import DEFAULT_MODEL, EngineConfig, ModelConfig, ResolvedConfig
 from pageframe.runtime.copy_costs import measure_copy_costs
 from pageframe.runtime.engine import Engine
 from pageframe.runtime.errors import ConfigError, MemoryPlanError
@@ -18,7 +19,7 @@ from pageframe.runtime.model_runner import ModelRunner
 from pageframe.runtime.models.config import load_model_config
 from pageframe.runtime.models.decoder import Decoder
 from pageframe.runtime.models.loader import load_decoder
-from pageframe.runtime.models.source import resolve_source, verify_default_model
+from pageframe.runtime.models.source import ModelSource, resolve_source, verify_default_model
 from pageframe.runtime.sampler import Sampler
 
 Progress = Callable[[int, int], None]
@@ -33,10 +34,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     Raises:
         StartupError: the model, a setting or the machine does not allow it; one clear line.
     """
-    if config.model == DEFAULT_MODEL:
-        verify_default_model()
-    source = resolve_source(config.model)
-    model = load_model_config(source)
+    source, model = _read_description(config)
     threads = config.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
     arithmetic = choose_arithmetic(config, model, source)
@@ -89,6 +87,18 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     if resolved.host_slots:
         resolved = dataclasses.replace(resolved, copy_costs=measure_copy_costs(runner, resolved))
     return Engine(resolved, runner, Sampler(runner.logits, runner.arg_max), seed=config.seed)
+
+
+def _read_description(config: EngineConfig) -> tuple[ModelSource, ModelConfig]:
+    source = resolve_source(config.model)
+    if config.model != DEFAULT_MODEL:
+        return source, load_model_config(source)
+    with ThreadPoolExecutor(1) as other_thread:
+        verified = other_thread.submit(verify_default_model, source.path)
+        try:
+            return source, load_model_config(source)
+        finally:
+            verified.result()  # if both fail, this one says what to do
 
 
 def _slide_by(config: EngineConfig, max_model_len: int) -> int | None:

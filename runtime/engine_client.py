@@ -1,4 +1,4 @@
-"""The API process's handle on the engine process: starts it, talks to it, and notices at once when it dies.
+"""The API process's handle on the engine process: has it build an engine, talks to it, notices at once when it dies.
 
 asyncio, one event loop. It imports neither torch nor anything that does.
 """
@@ -10,7 +10,6 @@ import contextlib
 import logging
 import os
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ import zmq.asyncio
 from pageframe.runtime import messages
 from pageframe.runtime.admission import max_total_tokens
 from pageframe.runtime.config import EngineConfig, ResolvedConfig
+from pageframe.runtime.engine_launch import end_engine
 from pageframe.runtime.errors import (
     EngineDeadError,
     EngineError,
@@ -92,12 +92,16 @@ class EngineClient:
 
     @classmethod
     async def start(
-        cls, config: EngineConfig, *, log_level: str = "info", progress: Callable[[int, int], None] | None = None
+        cls,
+        process: asyncio.subprocess.Process,
+        config: EngineConfig,
+        *,
+        progress: Callable[[int, int], None] | None = None,
     ) -> EngineClient:
-        """Spawn the engine process and wait until it is ready.
+        """Say what the engine is to be, and wait until it is ready.
 
         Args:
-            log_level: least severe messages that the engine process logs, on standard error.
+            process: what `launch_engine` gave. It is the client's from now on.
             progress: called with (tensors loaded, tensors in all).
 
         Raises:
@@ -112,22 +116,15 @@ class EngineClient:
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.bind(address)
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-P",  # what lies in the current folder is not the engine's to import
-            "-m",
-            "pageframe.runtime.engine_process",
-            address,
-            log_level.upper(),
-            stdin=asyncio.subprocess.PIPE,
-        )
+        assert process.stdin is not None
+        process.stdin.write(address.encode())
         # Not awaited: it waits for a peer, and a process that ends before it connects never is one.
         sending = asyncio.ensure_future(socket.send_multipart(messages.encode(b"start", config)))
         try:
             resolved = await _wait_until_ready(process, socket, progress)
         except BaseException:
             sending.cancel()
-            await _end_process(process)
+            await end_engine(process)
             socket.close(linger=0)
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -160,7 +157,7 @@ class EngineClient:
             await self._socket.send_multipart(messages.encode(b"shutdown", None))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), SHUTDOWN_SECONDS)
-        await _end_process(self._process)
+        await end_engine(self._process)
         self._die("the engine was shut down")
         for task in self._tasks:
             task.cancel()
@@ -348,10 +345,3 @@ async def _wait_until_ready(
                 progress(body.done, body.total)
     finally:
         ended.cancel()
-
-
-async def _end_process(process: asyncio.subprocess.Process) -> None:
-    if process.returncode is None:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()

@@ -2,13 +2,14 @@
 
 The loop is: drain the inbox, make one step, send what it gave. Inspections are answered between steps. The process
 ends when it is told to, or at once when its parent is gone: it holds the read end of a pipe (standard input) whose
-other end only the parent has.
+other end only the parent has, and through which it is told where to connect.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import queue
 import signal
 import sys
 import threading
@@ -22,6 +23,7 @@ import zmq
 from pageframe.runtime import messages
 from pageframe.runtime.config import EngineConfig
 from pageframe.runtime.engine import Engine
+from pageframe.runtime.engine_launch import without_collections
 from pageframe.runtime.errors import InvalidRequestError, RequestNotFoundError, StartupError
 from pageframe.runtime.inspection import engine_stats, inspect
 from pageframe.runtime.request import FinishReason, RequestOutput, choice_ids
@@ -135,19 +137,24 @@ class EngineLoop:
         self._socket.send_multipart(messages.encode(kind, body))
 
 
-def _exit_with_parent() -> None:
-    """End this process, in the middle of whatever it does, once the parent's end of standard input is closed."""
+def _follow_parent() -> queue.SimpleQueue[str]:
+    """Where the address to connect to comes as soon as the parent says it.
+
+    Ends this process, in the middle of whatever it does, once the parent's end of standard input is closed.
+    """
+    addresses: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def watch() -> None:
-        while os.read(sys.stdin.fileno(), 4096):
-            pass
+        # A pipe hands over a text as short as an address in one piece.
+        while text := os.read(sys.stdin.fileno(), 4096):
+            addresses.put(text.decode())
         os._exit(1)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+    return addresses
 
 
 def _start(config: EngineConfig, socket: zmq.Socket[bytes]) -> Engine:
-    # Imported here: it pulls in torch, which takes seconds, and the parent may die meanwhile.
     from pageframe.runtime.engine_builder import build_engine
 
     def progress(done: int, total: int) -> None:
@@ -156,32 +163,40 @@ def _start(config: EngineConfig, socket: zmq.Socket[bytes]) -> Engine:
     return build_engine(config, progress)
 
 
-def main(address: str, log_level: str) -> int:
-    """Connect to the client at `address`, build the engine it asks for, serve it."""
+def main(log_level: str) -> int:
+    """Connect to the client, build the engine it asks for, serve it."""
     # The terminal's Ctrl-C and a group's SIGTERM reach this process too; the parent decides when the engine ends, so
     # that running requests can be drained.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(level=log_level, format="%(levelname)s engine: %(message)s")
-    _exit_with_parent()
-    context = zmq.Context()
-    socket = context.socket(zmq.PAIR)
-    # No high-water mark: a step must never block on a slow reader. What can pile up is bounded by the requests.
-    socket.setsockopt(zmq.SNDHWM, 0)
-    socket.setsockopt(zmq.RCVHWM, 0)
-    socket.connect(address)
-    _, config = messages.decode(socket.recv_multipart())
-    try:
-        engine = _start(config, socket)
-    except StartupError as error:
-        socket.send_multipart(messages.encode(b"failed", str(error)))
-        socket.close(linger=5000)
-        return 1
+    addresses = _follow_parent()
+    with without_collections():
+        # torch takes a second to import, in which the parent makes ready to say what is to be built.
+        import pageframe.runtime.engine_builder  # noqa: F401
+
+        socket = _connect(addresses.get())
+        _, config = messages.decode(socket.recv_multipart())
+        try:
+            engine = _start(config, socket)
+        except StartupError as error:
+            socket.send_multipart(messages.encode(b"failed", str(error)))
+            socket.close(linger=5000)
+            return 1
     socket.send_multipart(messages.encode(b"ready", engine.resolved))
     EngineLoop(engine, socket).run()
     socket.close(linger=1000)
     return 0
 
 
+def _connect(address: str) -> zmq.Socket[bytes]:
+    socket = zmq.Context().socket(zmq.PAIR)
+    # No high-water mark: a step must never block on a slow reader. What can pile up is bounded by the requests.
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.connect(address)
+    return socket
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2]))
+    sys.exit(main(sys.argv[1]))

@@ -7,13 +7,15 @@ allocator hold, and keeps nothing itself.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pageframe.runtime.engine import Engine
 from pageframe.runtime.errors import InvalidRequestError, RequestNotFoundError
-from pageframe.runtime.prefix_cache import PrefixCache
 from pageframe.runtime.request import Request, RequestStatus
-from pageframe.runtime.scheduler import Scheduler
+
+if TYPE_CHECKING:  # the API process needs EngineStats alone, and starts sooner without the engine's modules
+    from pageframe.runtime.engine import Engine
+    from pageframe.runtime.prefix_cache import PrefixCache
+    from pageframe.runtime.scheduler import Scheduler
 
 Json = dict[str, Any]
 

@@ -166,7 +166,7 @@ def load_tokenizer(source: ModelSource) -> Tokenizer:
         ModelError: it is missing, damaged, or of a kind that is not supported.
     """
     if source.kind == "gguf":
-        return _tokenizer_of_gguf(GgufFile(source.path))
+        return _tokenizer_of_gguf(source.gguf)
     return _tokenizer_of_folder(source.path)
 
 

@@ -21,7 +21,9 @@ TORCH_USERS = {
 }
 ENGINE_MAY_IMPORT = {"torch", "triton", "numpy", "safetensors", "tokenizers", "jinja2"}
 # Modules of the two processes' conversation; an engine used in-process never imports them.
-BETWEEN_PROCESSES = {"runtime/messages.py", "runtime/engine_process.py", "runtime/engine_client.py"}
+BETWEEN_PROCESSES = {
+    *(f"runtime/{name}.py" for name in ("messages", "engine_process", "engine_client", "engine_launch"))
+}
 
 
 def imports(path: Path, *, module_level: bool = False) -> Iterator[str]:
@@ -113,6 +115,7 @@ def test_no_test_imports_a_folder_by_its_short_name() -> None:
     [
         "pageframe.runtime",
         "pageframe.api.cli",
+        "pageframe.api.launch",
         "pageframe.api.server",
         "pageframe.runtime.engine_client",
         "pageframe.runtime.tokenizer",

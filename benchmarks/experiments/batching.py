@@ -57,6 +57,7 @@ from pageframe.benchmarks.experiments.report import (
     TimeBudget,
     add_output_flags,
     check_outputs,
+    engine_line,
     hardware_line,
     run_experiment,
     write_json,
@@ -123,12 +124,13 @@ _SIZE_FLAGS = {
 }
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class Job:
     """What is to be measured.
 
     Args:
         parts: filled in while they are measured.
+        machine: the line about it; that of the engine once there is one.
         changes: numbers that the model's context made smaller, for people.
         requests, factor: of the trace, and what its lengths were multiplied by; empty where none is served.
         sessions: those of a file; None draws them.
@@ -138,6 +140,7 @@ class Job:
     changes: list[str]
     config: EngineConfig
     parts: list[Part]
+    machine: str
     requests: list[TraceRequest]
     factor: float
     sessions: Sessions | None
@@ -153,8 +156,7 @@ def _run(args: argparse.Namespace) -> int:
     job = _prepare(args)
     status = _measure_all(job, args)
     console = Console(highlight=False)
-    machine = hardware_line(args.threads or len(os.sched_getaffinity(0)), args.dtype)
-    console.print(machine, style="dim")
+    console.print(job.machine, style="dim")
     for change in job.changes:
         console.print(change, style="dim")
     if job.requests:
@@ -169,7 +171,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.json is not None:
         write_json(args.json, _as_json(args, job, status))
     if args.plot is not None and any(part.is_measured for part in job.parts):
-        save_plot(job.parts, machine, args.plot)
+        save_plot(job.parts, job.machine, args.plot)
         console.print(f"The plot is in {args.plot}.", markup=False)
     return status
 
@@ -197,7 +199,8 @@ def _prepare(args: argparse.Namespace) -> Job:
     if args.sessions is not None and not {PREFIX, BLOCKS}.isdisjoint(names):
         sessions = read_sessions(args.sessions, args.model)
     config = _engine_config(args, sizes, positions)
-    return Job(sizes, changes, config, [Part(name) for name in names], requests, factor, sessions)
+    machine = hardware_line(args.threads or len(os.sched_getaffinity(0)), args.dtype)
+    return Job(sizes, changes, config, [Part(name) for name in names], machine, requests, factor, sessions)
 
 
 def read_sizes(args: argparse.Namespace) -> tuple[Sizes, set[str]]:
@@ -245,6 +248,7 @@ def _measure_all(job: Job, args: argparse.Namespace) -> int:
         task = bar.add_task("loading", total=_num_runs(job))
         try:
             bench = Bench(job.config, job.sizes, args.seed, lambda: bar.advance(task))
+            job.machine = engine_line(bench.engine.resolved)
             whole = TimeBudget(job.sizes.budget * len(job.parts))
             for index, part in enumerate(job.parts):
                 bar.update(task, description=part.name)

@@ -8,14 +8,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
 from pageframe.benchmarks.experiments.batching_sizes import Sizes
 from pageframe.benchmarks.experiments.driver import Agreement, Answer, Ask, OutOfTimeError, compare, serve
 from pageframe.benchmarks.experiments.report import InputError, TimeBudget
-from pageframe.runtime.config import EngineConfig
+from pageframe.kernels.attention import select_backend
+from pageframe.runtime.arithmetic import TORCH_DTYPES
+from pageframe.runtime.config import EngineConfig, ResolvedConfig
 from pageframe.runtime.engine import Engine
 from pageframe.runtime.engine_builder import build_engine
 from pageframe.runtime.model_runner import ModelRunner
+from pageframe.runtime.models.decoder import Decoder
 from pageframe.runtime.sampler import Sampler
 
 WARM_UP_SECONDS = 60.0
@@ -117,7 +121,7 @@ class Bench:
     def renew(self, **changes: Any) -> Engine:
         """An engine that has seen no request, over the same runner."""
         runner = _runner(self.engine)
-        return Engine(dataclasses.replace(self.engine.resolved, **changes), runner, Sampler(runner.logits), seed=0)
+        return _engine_over(dataclasses.replace(self.engine.resolved, **changes), runner)
 
     def with_block_size(self, block_size: int, budget: TimeBudget) -> Engine:
         """An engine whose pool, in blocks of another size, has room for all that runs at once.
@@ -129,9 +133,35 @@ class Bench:
         if block_size == resolved.block_size:
             return self.renew()
         num_blocks = resolved.max_num_requests * -(-resolved.max_model_len // block_size)
-        engine = build_engine(dataclasses.replace(self.config, block_size=block_size, num_blocks=num_blocks))
+        changed = dataclasses.replace(
+            resolved,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            pool_bytes=num_blocks * block_size * resolved.kv_bytes_per_token,
+        )
+        engine = _engine_over(changed, _new_runner(changed, _runner(self.engine).decoder))
         _prepare(engine, budget)
         return engine
+
+
+def _engine_over(resolved: ResolvedConfig, runner: ModelRunner) -> Engine:
+    return Engine(resolved, runner, Sampler(runner.logits, runner.arg_max), seed=0)
+
+
+def _new_runner(resolved: ResolvedConfig, decoder: Decoder) -> ModelRunner:
+    """A decoder over a pool of its own."""
+    device = torch.device(resolved.device)
+    return ModelRunner(
+        decoder,
+        select_backend(resolved.backend, device),
+        num_blocks=resolved.num_blocks,
+        block_size=resolved.block_size,
+        max_num_requests=resolved.max_num_requests,
+        max_blocks=resolved.max_blocks,
+        kv_dtype=TORCH_DTYPES[resolved.kv_dtype],
+        device=device,
+        host_slots=resolved.host_slots,
+    )
 
 
 def _runner(engine: Engine) -> ModelRunner:

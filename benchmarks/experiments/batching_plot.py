@@ -28,7 +28,7 @@ def save_plot(parts: Sequence[Part], title: str, path: Path) -> None:
             _say_missing(axes, part)
         else:
             draw[name](axes, part)
-    figure.suptitle(title, fontsize=11)
+    figure.suptitle(title, fontsize=10)
     save_figure(figure, path)
 
 
@@ -48,7 +48,7 @@ def _plot_batching(axes: Axes, part: Part) -> None:
     for way in ways:
         level, arrivals = way.split(", ")
         names.append(f"{level},\n{arrivals}\n{value_of(part, way, 'tokens_per_second'):,.0f} tok/s")
-    _grouped_bars(axes, part, ways, names, (("mean", "latency_mean_ms"), (word, tail)), 1e-3, "{:.1f}")
+    _grouped_bars(axes, part, ways, names, (("mean", "latency_mean_ms"), (word, tail)), 1e-3, "{:.2f}")
     axes.set_ylabel("request latency (s)")
 
 

@@ -43,6 +43,7 @@ class KvShape:
 
     Args:
         token_bytes: K and V of one token over all layers.
+        block_size: slots of a block; every way's K and V are in whole blocks of a request.
         max_len: tokens per request that a cache reserved whole has room for.
     """
 
@@ -60,13 +61,16 @@ class KvShape:
             return Held(0, 0)
         if kind is Kind.GROWN:
             # While a layer is copied into a longer one, the shorter one is still there.
-            shorter = num_requests * (length - 1) * self.token_bytes // self.num_layers if num_new > 1 else 0
-            return Held(used + shorter, used)
+            shorter = self._blocks(num_requests, length - 1) // self.num_layers if num_new > 1 else 0
+            return Held(self._blocks(num_requests, length) + shorter, used)
         if kind is Kind.RESERVED:
-            return Held(num_requests * self.max_len * self.token_bytes, used)
+            return Held(self._blocks(num_requests, self.max_len), used)
         # A request is admitted with room for its prompt and the first token that it makes.
-        blocks = num_requests * -(-max(length, prompt_len + 1) // self.block_size)
-        return Held(blocks * self.block_size * self.token_bytes, used)
+        return Held(self._blocks(num_requests, max(length, prompt_len + 1)), used)
+
+    def _blocks(self, num_requests: int, length: int) -> int:
+        """Bytes of the blocks of requests of `length` tokens."""
+        return num_requests * -(-length // self.block_size) * self.block_size * self.token_bytes
 
     def requests_that_fit(self, kind: Kind, memory: int, prompt_len: int, num_new: int) -> int | None:
         """Requests of this length that `memory` bytes hold at once; None where K and V set no limit."""

@@ -98,7 +98,10 @@ def _growths(results: Results) -> Table:
 
 
 def _memories(results: Results) -> Table:
-    table = Table(title=f"K/V memory at the last token, {results.shape.token_bytes:,} bytes a token: reserved (wasted)")
+    table = Table(
+        title=f"K/V memory at the last token, {results.shape.token_bytes:,} bytes a token, in all ways whole blocks of "
+        f"{results.shape.block_size}: reserved (wasted)"
+    )
     table.add_column("requests", justify="right")
     table.add_column("new tokens", justify="right")
     for kind in Kind:
@@ -136,7 +139,12 @@ def sentences(results: Results) -> Iterator[str]:
 
 
 def _partings(results: Results) -> Iterator[str]:
-    """What it means that some tokens are not the other way's; nothing where all are."""
+    """What it means that all tokens are the other way's, bit for bit, or that some are not."""
+    if results.same_bits and results.num_compared and not any(results.num_parted(parting) for parting in Parting):
+        yield (
+            f"All {results.num_compared:,} tokens compared are the same, as they must be: the compiled kernels give "
+            "the same bits in all four ways."
+        )
     if num_different := results.num_parted(Parting.DIFFERENT):
         kinds = [kind for kind in Kind if any(race.laps[kind].parted[Parting.DIFFERENT] for race in results.races)]
         yield (
@@ -151,8 +159,8 @@ def _partings(results: Results) -> Iterator[str]:
     if num_steps := results.num_parted(Parting.ONE_STEP):
         yield (
             f"A step below: {num_steps:,} of {results.num_compared:,} tokens compared are another one whose logit is "
-            f"more than a tie's {results.tolerance:g} below the best, but the next lower number that bf16 has (0.125 "
-            "below at 16 to 32): rounding, and no tie by that tolerance."
+            f"more than a tie's {results.tolerance:g} below the best, but the next lower number that the arithmetic "
+            "has (with bf16 0.125 below at 16 to 32): rounding, and no tie by that tolerance."
         )
 
 

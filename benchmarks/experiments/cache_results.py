@@ -109,6 +109,7 @@ class Results:
         memory: bytes of which is asked how many requests they hold.
         races: by number of requests, ascending.
         tolerance: two best logits this close are a tie.
+        same_bits: the arithmetic gives the same bits in all ways.
         notes: sentences on what the model has no room for.
     """
 
@@ -118,6 +119,7 @@ class Results:
     shape: KvShape
     races: list[Race]
     tolerance: float = 0.0
+    same_bits: bool = False
     notes: tuple[str, ...] = ()
     machine: str = ""
 
@@ -174,6 +176,7 @@ class Results:
             "memory": self.memory,
             "notes": self.notes,
             "tie_tolerance": self.tolerance,
+            "same_bits": self.same_bits,
             "kv": asdict(self.shape),
             "races": [
                 {"requests": race.num_requests, "ways": {kind.value: self._lap(race, kind) for kind in Kind}}

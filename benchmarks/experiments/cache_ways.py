@@ -1,28 +1,27 @@
-"""Four ways to make the same tokens, which differ only in what keeps K and V: nothing, a cache that grows by
-concatenation, a cache reserved whole, and the engine's paged pool.
+"""Four ways to make the same tokens, which differ only in who owns the memory of K and V: nobody beyond a step, a cache
+that grows by concatenation, a cache reserved whole, and the engine's paged pool.
 
-All run the same decoder. The first three are attention backends for requests of equal length, which is what makes one
-tensor per layer enough for them; their attention is what the reference backend computes, without its gather.
+All run the same decoder and the same attention. A contiguous cache is a paged one whose block tables are the identity:
+the blocks of a request lie side by side, in order. So that the kernels read them as they read the pool, they are as
+large as the pool's: what is contiguous is rounded up to whole blocks. All requests are of equal length.
 """
 
 from __future__ import annotations
 
 import itertools
-from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from pageframe.benchmarks.experiments.cache_memory import Held
 from pageframe.benchmarks.experiments.ties import LogitGap, spacing
-from pageframe.kernels.attention import AttentionPlan, StepBatch, UnsupportedError
-from pageframe.kernels.layout import MAX_GROUP_ROWS, causal_bias
-from pageframe.kernels.plan import check_cache, check_no_scales, make_plan
+from pageframe.kernels.attention import Backend, kv_cache_shape
+from pageframe.runtime.config import ModelConfig
 from pageframe.runtime.engine import Engine
 from pageframe.runtime.errors import EngineError
 from pageframe.runtime.inspection import engine_stats
@@ -36,8 +35,9 @@ Tokens = npt.NDArray[np.int64]
 class Way(Protocol):
     """One way to continue `num_requests` prompts of equal length, a token of each at a time."""
 
-    #: Whether every step needs the step before; one that does not may be asked for any position.
-    keeps: bool
+    @property
+    def keeps(self) -> bool:
+        """Whether every step needs the step before; a way that does not may be asked for any position."""
 
     def start(self, prompts: Tokens, num_new_tokens: int) -> None:
         """Begin with prompts [num_requests, prompt_len]; the room is taken here, and is no part of any step."""
@@ -56,6 +56,122 @@ class Way(Protocol):
 
     def end(self) -> None:
         """Give back all memory of K and V."""
+
+
+# ---- contiguous memory ----------------------------------------------------------------------------------------------
+
+
+class Blocks:
+    """Makes blocks of K and V.
+
+    Args:
+        block_size: slots of a block.
+        dtype: what K and V are stored as.
+    """
+
+    def __init__(self, model: ModelConfig, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.num_layers = model.num_layers
+        self.size = block_size
+        self._shape = kv_cache_shape(1, model.num_kv_heads, block_size, model.head_dim)[1:]
+        self._dtype = dtype
+        self.device = device
+
+    def holding(self, length: int) -> int:
+        """Blocks for `length` tokens."""
+        return -(-length // self.size)
+
+    def make(self, *counts: int) -> Tensor:
+        """Zeros, so that no step pays for a page's first touch: [*counts, *shape of a block]."""
+        return torch.zeros(*counts, *self._shape, dtype=self._dtype, device=self.device)
+
+
+class Memory(Protocol):
+    """Who owns K and V; a layer's blocks are [num_requests * blocks_each, *shape of a block]."""
+
+    #: See `Way.keeps`.
+    keeps: bool
+
+    def __init__(self, blocks: Blocks, num_requests: int, longest: int) -> None:
+        """Args: longest: tokens of a request at its end, for those that take their room at the start."""
+
+    def blocks_each(self, length: int) -> int:
+        """Blocks of each request when it has `length` tokens."""
+
+    def layers(self, length: int) -> Iterable[Tensor]:
+        """The layers' blocks with room for `length` tokens of each request, each to be asked for when it is needed."""
+
+    def held(self) -> Held: ...
+
+
+class NothingKept:
+    """No cache: all layers write to the same blocks, one after the other, and nobody asks for them again."""
+
+    keeps = False
+
+    def __init__(self, blocks: Blocks, num_requests: int, longest: int) -> None:
+        self._blocks_each = blocks.holding(longest)
+        self._layers = [blocks.make(num_requests * self._blocks_each)] * blocks.num_layers
+
+    def blocks_each(self, length: int) -> int:
+        return self._blocks_each
+
+    def layers(self, length: int) -> Iterable[Tensor]:
+        return self._layers
+
+    def held(self) -> Held:
+        return Held(0, 0)
+
+
+class GrownCache:
+    """A cache as long as its contents: at every token each layer's K and V are copied into memory with room for it."""
+
+    keeps = True
+
+    def __init__(self, blocks: Blocks, num_requests: int, longest: int) -> None:
+        self._blocks = blocks
+        self._layers = [blocks.make(num_requests, 0) for _ in range(blocks.num_layers)]
+        self._length = self._now = self._most = 0
+
+    def blocks_each(self, length: int) -> int:
+        return self._blocks.holding(length)
+
+    def layers(self, length: int) -> Iterator[Tensor]:
+        for index, old in enumerate(self._layers):
+            num_requests, num_blocks, *shape = old.shape
+            room = old.new_empty(num_requests, self.blocks_each(length) - num_blocks, *shape)
+            grown = torch.cat((old, room), dim=1)
+            self._now += grown.nbytes
+            self._most = max(self._most, self._now)  # while it is copied, the old one is still there
+            self._now -= old.nbytes
+            self._layers[index] = grown
+            yield grown.flatten(0, 1)
+        self._length = length
+
+    def held(self) -> Held:
+        used = self._now * self._length // (self.blocks_each(self._length) * self._blocks.size)
+        return Held(self._most, used)
+
+
+class ReservedCache:
+    """A cache with room for all tokens of each request from the start."""
+
+    keeps = True
+
+    def __init__(self, blocks: Blocks, num_requests: int, longest: int) -> None:
+        self._blocks_each = blocks.holding(longest)
+        self._slots_each = self._blocks_each * blocks.size
+        self._layers = blocks.make(blocks.num_layers, num_requests * self._blocks_each)
+        self._length = 0
+
+    def blocks_each(self, length: int) -> int:
+        return self._blocks_each
+
+    def layers(self, length: int) -> Iterable[Tensor]:
+        self._length = length
+        return self._layers.unbind(0)
+
+    def held(self) -> Held:
+        return Held(self._layers.nbytes, self._layers.nbytes * self._length // self._slots_each)
 
 
 # ---- contiguous ways ------------------------------------------------------------------------------------------------
@@ -90,231 +206,86 @@ class EqualRequests:
         return self.num_requests if self.num_new == 1 else 0
 
 
-class ContiguousBackend(ABC):
-    """Attention over K/V that lie in one tensor per layer: [2, num_requests, num_kv_heads, length, head_dim].
-
-    It implements the kernels' Backend for steps of EqualRequests. Where a paged backend gets a layer's pool as
-    `kv_cache`, this one gets the layer's number, an int64 scalar, and keeps K and V itself: `_keep` says how.
-    """
-
-    name = "contiguous"
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-        self._kv: Tensor | None = None
-        self._step: EqualRequests | None = None
-        self._scratch = torch.empty(0)
-
-    def check_supported(self, head_dim: int, block_size: int, dtype: torch.dtype) -> None:
-        check_cache(block_size, dtype)
-
-    def plan_attention(self, batch: StepBatch, tables: Tensor, block_size: int) -> AttentionPlan:
-        """See `Backend.plan_attention`; there are no tables to follow."""
-        assert isinstance(batch, EqualRequests), "contiguous K/V are for requests of equal length"
-        self._step = batch
-        return make_plan(batch, tables.device, block_size, batch)
-
-    def write_kv(self, k: Tensor, v: Tensor, kv_cache: Tensor, slots: Tensor, kv_scales: Tensor | None = None) -> None:
-        """Keep a step's K and V; a slot's number says nothing here, since all are written in order."""
-        check_no_scales(self.name, kv_scales)
-        assert self._step is not None, "no step was planned"
-        num_kv_heads, head_dim = k.shape[1:]
-        new = torch.stack((k, v)).view(2, self._step.num_requests, self._step.num_new, num_kv_heads, head_dim)
-        self._kv = self._keep(int(kv_cache), self._step.start, new.transpose(2, 3).to(self._dtype))
-
-    @abstractmethod
-    def _keep(self, layer: int, start: int, new: Tensor) -> Tensor:
-        """All K/V of a layer [2, num_requests, num_kv_heads, start + num_new, head_dim], `new` being the last ones."""
-
-    @abstractmethod
-    def held(self) -> Held: ...
-
-    def paged_attention(
-        self,
-        q: Tensor,
-        kv_cache: Tensor,
-        plan: AttentionPlan,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        kv_scales: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """See `Backend.paged_attention`; called right after the layer's `write_kv`."""
-        if softcap is not None:
-            raise UnsupportedError("contiguous K/V have no attention with soft-capped scores")
-        assert isinstance(plan.parts, EqualRequests)
-        assert self._kv is not None, "K and V are written first"
-        out = torch.empty_like(q) if out is None else out
-        kv, self._kv = self._kv, None
-        if plan.parts.num_new == 1:
-            self._decode(q, kv if window is None else kv[:, :, :, -window:], scale, out)
-        else:
-            _attend_chunks(q, kv, plan.parts, scale, window, out)
-        return out
-
-    def _decode(self, q: Tensor, kv: Tensor, scale: float, out: Tensor) -> None:
-        """One query token per request, in groups small enough for the CPU's caches, as the reference backend does."""
-        _, num_requests, num_kv_heads, length, head_dim = kv.shape
-        group = max(1, MAX_GROUP_ROWS // (num_kv_heads * length))
-        for first in range(0, num_requests, group):
-            part = slice(first, first + group)
-            keys, values = self._float32(kv[:, part])
-            queries = q[part].float().reshape(keys.shape[0], -1, head_dim)
-            scores = torch.bmm(queries, keys.mT).mul_(scale)
-            attended = torch.bmm(torch.softmax(scores, dim=-1), values)
-            out[part] = attended.view(-1, *out.shape[1:]).to(out.dtype)
-
-    def _float32(self, kv: Tensor) -> Tensor:
-        """float32 [2, num_requests * num_kv_heads, length, head_dim]; others go through one buffer, used again."""
-        if kv.dtype != torch.float32:
-            if self._scratch.numel() < kv.numel() or self._scratch.device != kv.device:
-                self._scratch = torch.empty(kv.numel(), device=kv.device)
-            kv = self._scratch[: kv.numel()].view(kv.shape).copy_(kv)
-        return kv.flatten(1, 2)
-
-
-def _attend_chunks(q: Tensor, kv: Tensor, step: EqualRequests, scale: float, window: int | None, out: Tensor) -> None:
-    """Several query tokens per request, one request after the other, as the reference backend does."""
-    length = step.start + step.num_new
-    plain = step.start == 0 and (window is None or window >= length)
-    bias = None if plain else causal_bias(step.num_new, length, window, q.device)
-    for request in range(step.num_requests):
-        tokens = slice(request * step.num_new, (request + 1) * step.num_new)
-        keys, values = kv[:, request].float()
-        queries = q[tokens].float().transpose(0, 1)
-        attended = F.scaled_dot_product_attention(
-            queries[None],
-            keys[None],
-            values[None],
-            attn_mask=bias,
-            is_causal=plain,
-            scale=scale,
-            enable_gqa=True,
-        )[0]
-        out[tokens] = attended.transpose(0, 1).to(out.dtype)
-
-
-class NothingKept(ContiguousBackend):
-    """No cache: a layer's K and V live until its attention is done."""
-
-    def _keep(self, layer: int, start: int, new: Tensor) -> Tensor:
-        assert start == 0, "nothing was kept"
-        return new
-
-    def held(self) -> Held:
-        return Held(0, 0)
-
-
-class GrownCache(ContiguousBackend):
-    """A cache that is exactly as long as its contents: at every token each layer's K/V are copied into longer ones."""
-
-    def __init__(self, dtype: torch.dtype, num_layers: int) -> None:
-        super().__init__(dtype)
-        self._layers: list[Tensor | None] = [None] * num_layers
-        self._now = self._most = 0
-
-    def _keep(self, layer: int, start: int, new: Tensor) -> Tensor:
-        old = self._layers[layer]
-        grown = new.contiguous() if old is None else torch.cat((old, new), dim=3)
-        self._now += grown.nbytes
-        self._most = max(self._most, self._now)  # while it is copied, the old one is still there
-        self._now -= 0 if old is None else old.nbytes
-        self._layers[layer] = grown
-        return grown
-
-    def held(self) -> Held:
-        return Held(self._most, sum(kv.nbytes for kv in self._layers if kv is not None))
-
-
-class ReservedCache(ContiguousBackend):
-    """A cache with room for `max_len` tokens of each request from the start."""
-
-    def __init__(self, dtype: torch.dtype, shape: tuple[int, int, int, int, int, int], device: torch.device) -> None:
-        """Args: shape: [num_layers, 2, num_requests, num_kv_heads, max_len, head_dim]."""
-        super().__init__(dtype)
-        self._layers = torch.zeros(shape, dtype=dtype, device=device)
-        self._length = 0
-
-    def _keep(self, layer: int, start: int, new: Tensor) -> Tensor:
-        self._length = start + new.shape[3]
-        kv = self._layers[layer]
-        kv[:, :, :, start : self._length] = new
-        return kv[:, :, :, : self._length]
-
-    def held(self) -> Held:
-        return Held(self._layers.nbytes, self._layers[:, :, :, :, : self._length].nbytes)
-
-
 class ContiguousWay:
-    """A decoder over a contiguous backend.
+    """A decoder over contiguous memory.
 
     Args:
-        kind: the backend; every start makes a new one.
-        dtype: what K and V are stored as.
-        max_len: tokens of a request that a ReservedCache has room for.
+        backend: the attention kernels.
+        blocks: makes what the memory is made of.
+        kind: the memory; every start makes a new one.
+        max_len: tokens of a request that the memory has room for, where it takes its room at the start.
     """
 
-    def __init__(
-        self, decoder: Decoder, kind: type[ContiguousBackend], *, dtype: torch.dtype, device: torch.device, max_len: int
-    ) -> None:
-        self.keeps = kind is not NothingKept
+    def __init__(self, decoder: Decoder, backend: Backend, blocks: Blocks, kind: type[Memory], max_len: int) -> None:
+        self.keeps = kind.keeps
         self._decoder = decoder
+        self._backend = backend
+        self._blocks = blocks
         self._kind = kind
-        self._dtype = dtype
-        self._device = device
         self._max_len = max_len
-        self._backend: ContiguousBackend | None = None
-        self._layer_numbers = list(torch.arange(decoder.config.num_layers))
-        self._logits = torch.empty(0)
-        self._computed = "float32"
+        self._memory: Memory | None = None
+        self._hidden = torch.empty(0)
         self._num_kept = 0
 
     def start(self, prompts: Tokens, num_new_tokens: int) -> None:
-        model = self._decoder.config
-        if self._kind is GrownCache:
-            self._backend = GrownCache(self._dtype, model.num_layers)
-        elif self._kind is ReservedCache:
-            shape = (model.num_layers, 2, len(prompts), model.num_kv_heads, self._max_len, model.head_dim)
-            self._backend = ReservedCache(self._dtype, shape, self._device)
-        else:
-            self._backend = NothingKept(self._dtype)
+        self._memory = self._kind(self._blocks, len(prompts), self._max_len)
         self._num_kept = 0
 
     @torch.inference_mode()
     def step(self, tokens: Tokens) -> Tokens:
-        assert self._backend is not None, "not started"
-        (num_requests, length), start = tokens.shape, self._num_kept
-        step = EqualRequests(num_requests, start, length - start)
-        positions = torch.arange(start, length, device=self._device).repeat(num_requests)
-        hidden = self._decoder.forward(
-            torch.from_numpy(tokens[:, start:]).flatten().to(self._device),
-            positions,
-            self._layer_numbers,
-            positions,
-            self._backend.plan_attention(step, torch.empty(0, device=self._device), 1),
-            self._backend,
-        )
-        self._computed = str(hidden.dtype).removeprefix("torch.")
-        self._logits = self._decoder.logits(hidden[step.num_new - 1 :: step.num_new])
+        length = tokens.shape[1]
+        try:
+            self._hidden = self._forward(tokens)
+            best = self._arg_max(self._hidden)
+        except RuntimeError as error:
+            raise EngineError(f"the forward pass failed: {error}") from error
         if self.keeps:
             self._num_kept = length
-        # numpy's arg-max uses a CPU's vector instructions, torch's does not.
-        best: Tokens = self._logits.cpu().numpy().argmax(axis=1)
         return best
 
+    def _forward(self, tokens: Tokens) -> Tensor:
+        """Compute what is not kept of sequences [num_requests, length]; the last hidden states [num_requests, …]."""
+        assert self._memory is not None, "not started"
+        (num_requests, length), start, device = tokens.shape, self._num_kept, self._blocks.device
+        blocks_each = self._memory.blocks_each(length)
+        first_blocks = torch.arange(num_requests, device=device)[:, None] * blocks_each
+        tables = (first_blocks + torch.arange(blocks_each, device=device)).int()
+        positions = torch.arange(start, length, device=device)
+        step = EqualRequests(num_requests, start, length - start)
+        hidden = self._decoder.forward(
+            torch.from_numpy(tokens[:, start:]).flatten().to(device),
+            positions.repeat(num_requests),
+            self._memory.layers(length),
+            (first_blocks * self._blocks.size + positions).flatten(),
+            self._backend.plan_attention(step, tables, self._blocks.size),
+            self._backend,
+        )
+        return hidden[step.num_new - 1 :: step.num_new].contiguous()
+
+    def _arg_max(self, hidden: Tensor) -> Tokens:
+        """As the engine's sampler finds it: together with the final projection, where there is such a pass."""
+        found = self._decoder.arg_max(hidden)
+        # numpy's arg-max uses a CPU's vector instructions, torch's does not.
+        best: Tokens = self._logits(hidden).argmax(axis=1) if found is None else found[0].numpy()
+        return best
+
+    def _logits(self, hidden: Tensor) -> npt.NDArray[np.float32]:
+        logits: npt.NDArray[np.float32] = self._decoder.logits(hidden).cpu().numpy()
+        return logits
+
+    @torch.inference_mode()
     def logit_gap(self, request: int, token: int) -> LogitGap:
-        logits = self._logits[request]
+        logits = self._logits(self._hidden[request : request + 1])[0]
         best = float(logits.max())
-        return LogitGap(best - float(logits[token]), spacing(best, self._computed))
+        computed = str(self._hidden.dtype).removeprefix("torch.")
+        return LogitGap(best - float(logits[token]), spacing(best, computed))
 
     def held(self) -> Held:
-        assert self._backend is not None, "not started"
-        return self._backend.held()
+        assert self._memory is not None, "not started"
+        return self._memory.held()
 
     def end(self) -> None:
-        self._backend = None
+        self._memory = None
 
 
 # ---- the paged way --------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pageframe.benchmarks.experiments.report import TimeBudget
-from pageframe.benchmarks.experiments.ties import TIE_TOLERANCE, LogitGap, spacing
+from pageframe.benchmarks.experiments.ties import LogitGap, spacing, tie_tolerance
 from pageframe.runtime.engine import Engine
 from pageframe.runtime.errors import EngineError
 from pageframe.runtime.model_runner import ModelRunner
@@ -190,11 +190,15 @@ def _verdict(ours: Answer, theirs: Answer, engine: Engine) -> str:
         return "different"  # one is a beginning of the other
     best, lower = _logits(engine, ours.ask.prompt + ours.tokens[:index], pairs[index])
     gap = LogitGap(best - lower, spacing(best, engine.resolved.compute_dtype))
-    return gap.parting(TIE_TOLERANCE[engine.resolved.dtype])
+    return gap.parting(tie_tolerance(engine.resolved))
 
 
 def _logits(engine: Engine, prompt: list[int], tokens: tuple[int, int]) -> tuple[float, float]:
-    """Behind `prompt`: the highest logit, and the lower one of these two tokens'."""
+    """Behind `prompt`: the highest logit, and the lower one of these two tokens'.
+
+    Raises:
+        EngineError: a forward pass failed.
+    """
     runner, kept = engine.runner, []
     assert isinstance(runner, ModelRunner)
 
@@ -205,6 +209,8 @@ def _logits(engine: Engine, prompt: list[int], tokens: tuple[int, int]) -> tuple
     probe = Engine(engine.resolved, runner, Sampler(logits))
     probe.add("tie", prompt, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
     while probe.has_work:
-        probe.step()
+        for output in probe.step():
+            if output.error:
+                raise EngineError(f"while two answers that part were looked at: {output.error}")
     (row,) = kept[-1].tolist()
     return max(row), min(row[token] for token in tokens)

@@ -45,7 +45,7 @@ from pageframe.runtime.tokenizer import load_tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class Arithmetic:
+class Precision:
     """What the engine computes in.
 
     Args:
@@ -60,10 +60,10 @@ class Arithmetic:
 
 
 #: By how weights are held.
-ARITHMETICS = {
-    "float32": Arithmetic({"dtype": "float32"}, TIE_TOLERANCE["float32"], row_invariant=False),
-    "bf16": Arithmetic({"weights": "bf16"}, TIE_TOLERANCE["bf16"], row_invariant=True),
-    "file": Arithmetic({"weights": "file"}, TIE_TOLERANCE["bf16"], row_invariant=True),
+PRECISIONS = {
+    "float32": Precision({"dtype": "float32"}, TIE_TOLERANCE["float32"], row_invariant=False),
+    "bf16": Precision({"weights": "bf16"}, TIE_TOLERANCE["bf16"], row_invariant=True),
+    "file": Precision({"weights": "file"}, TIE_TOLERANCE["bf16"], row_invariant=True),
 }
 
 
@@ -198,10 +198,10 @@ def run_way(
     way: Way,
     prompts: Sequence[Sequence[int]],
     num_tokens: int,
-    arithmetic: Arithmetic = ARITHMETICS["float32"],
+    precision: Precision = PRECISIONS["float32"],
 ) -> Outcome:
     """Answer all prompts, `num_tokens` tokens each."""
-    engine = build_engine(EngineConfig(**arithmetic.settings, **way.settings))
+    engine = build_engine(EngineConfig(**precision.settings, **way.settings))
     poisoned = PoisonedRunner(engine) if way.poison else None
     prefix = shared_prefix() if way.shared_prefix else []
     outcome = Outcome()
@@ -253,13 +253,13 @@ class SoloAnswers:
     number of rows they get the same in whatever way."""
 
     def __init__(
-        self, ways: Sequence[Way], prompts: Sequence[Sequence[int]], num_tokens: int, held: Arithmetic
+        self, ways: Sequence[Way], prompts: Sequence[Sequence[int]], num_tokens: int, precision: Precision
     ) -> None:
         self._outputs: dict[tuple[tuple[int, ...], Draw], list[int]] = {}
         for shared_prefix, choices in dict.fromkeys((way.shared_prefix, way.choices) for way in ways):
             settings = {"max_num_requests": choices, "prefix_cache": False}
             alone = Way("alone", settings, one_by_one=True, shared_prefix=shared_prefix, choices=choices)
-            outcome = run_way(alone, prompts, num_tokens, held)
+            outcome = run_way(alone, prompts, num_tokens, precision)
             for prompt, draw, output in zip(outcome.prompts, outcome.draws, outcome.outputs, strict=True):
                 self._outputs.setdefault((tuple(prompt), draw), output)
 
@@ -273,7 +273,7 @@ Report = Callable[[Way, Outcome, Verdict, int | None], None]
 
 
 def run(
-    prompts: Sequence[Sequence[int]], num_tokens: int, report: Report, arithmetic: Arithmetic = ARITHMETICS["float32"]
+    prompts: Sequence[Sequence[int]], num_tokens: int, report: Report, precision: Precision = PRECISIONS["float32"]
 ) -> bool:
     """All eight ways; whether every token of each was right.
 
@@ -283,11 +283,11 @@ def run(
     """
     oracle = load_oracle()
     ways = (*SCHEDULING_WAYS, *SHARING_WAYS)
-    alone = SoloAnswers(ways, prompts, num_tokens, arithmetic) if arithmetic.row_invariant else None
+    alone = SoloAnswers(ways, prompts, num_tokens, precision) if precision.row_invariant else None
     right = True
     for way in track(ways, description="exactness", transient=True):
-        outcome = run_way(way, prompts, num_tokens, arithmetic)
-        verdict = judge(oracle, outcome.prompts, outcome.outputs, outcome.draws, arithmetic.tolerance)
+        outcome = run_way(way, prompts, num_tokens, precision)
+        verdict = judge(oracle, outcome.prompts, outcome.outputs, outcome.draws, precision.tolerance)
         num_different = None if alone is None else alone.num_different(outcome)
         report(way, outcome, verdict, num_different)
         right = right and verdict.wrong == 0 and not num_different
@@ -300,7 +300,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=64, help="output tokens of each (default: 64)")
     parser.add_argument(
         "--weights",
-        choices=ARITHMETICS,
+        choices=PRECISIONS,
         default="float32",
         help="float32 arithmetic, or the default one with weights as the file stores them or in bf16 (%(default)s)",
     )
@@ -317,7 +317,7 @@ def main() -> int:
         different = "" if num_different is None else f"{num_different} of {len(outcome.outputs)}"
         table.add_row(way.name, *counts, f"{verdict.worst_gap:.1e}", different, str(outcome))
 
-    right = run(prompts, num_tokens, report, ARITHMETICS[args.weights])
+    right = run(prompts, num_tokens, report, PRECISIONS[args.weights])
     Console().print(table)
     print("Every token is right." if right else "Some tokens are wrong.")
     return 0 if right else 1

@@ -72,14 +72,14 @@ def judge(
 ) -> Verdict:
     """Feed the oracle each prompt with our answer and look up each of our tokens. All greedy without `draws`."""
     answers = list(zip(map(tuple, prompts), map(tuple, outputs), draws or [Draw()] * len(outputs), strict=True))
-    gaps_of = {answer: _gaps(oracle, *answer) for answer in set(answers)}
-    gaps = torch.cat([gaps_of[answer] for answer in answers])
+    gaps = torch.cat([_gaps(oracle, *answer) for answer in answers])
     ties = int(((gaps > 0) & (gaps <= tolerance)).sum())
     return Verdict(len(gaps), ties, int((gaps > tolerance).sum()), float(gaps.max()))
 
 
-def _gaps(oracle: Any, prompt: Sequence[int], output: Sequence[int], draw: Draw) -> torch.Tensor:
-    """How far each of our tokens is below the maximum, float64 [len(output)]."""
+@cache
+def _gaps(oracle: Any, prompt: tuple[int, ...], output: tuple[int, ...], draw: Draw) -> torch.Tensor:
+    """How far each of our tokens is below the maximum, float64 [len(output)]. Ways often give the same answers."""
     with torch.inference_mode():
         logits: torch.Tensor = oracle(torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1].double()
     if draw.temperature > 0:

@@ -388,6 +388,6 @@ def draw_plot(pool: Pool, results: dict[str, list[Filled]], title: str, path: Pa
     for axes in (left, right):
         axes.grid(axis="x", visible=False)
         axes.set_axisbelow(True)
-        axes.tick_params(axis="x", labelsize=10)
+        axes.tick_params(axis="x", labelsize=9)
     figure.suptitle(title)
     save_figure(figure, path)

@@ -11,11 +11,16 @@ from dataclasses import dataclass
 
 import torch
 
+from pageframe.kernels.cpu import CpuKernels, PackedWeight, load, pack_bf16
+from pageframe.kernels.cpu.backend import CpuBackend
 from pageframe.runtime.config import ModelConfig
-from pageframe.runtime.memory_plan import DTYPE_BYTES, kv_bytes_per_token
+from pageframe.runtime.engine import Engine
+from pageframe.runtime.model_runner import ModelRunner
 
 READ_BYTES = 400_000_000  # far beyond the caches
 MATRIX_SIZE = 2048
+#: A linear whose matrix stays in a core's caches, and the rows that it is applied to.
+LINEAR_SIZE, LINEAR_ROWS = 512, 4096
 PASSES = 7
 
 
@@ -26,14 +31,27 @@ class Machine:
     bandwidth: float
     flops: float
 
+    def __str__(self) -> str:
+        return f"reads {self.bandwidth / 1e9:.1f} GB/s, multiplies at {self.flops / 1e9:,.0f} GFLOP/s"
 
-def measure_machine(device: torch.device, compute_dtype: torch.dtype) -> Machine:
-    """The fastest of several passes: reading memory, and a product of square matrices."""
+
+def measure_machine(device: torch.device, dtype: torch.dtype, kernels: CpuKernels | None = None) -> Machine:
+    """The fastest of several passes: reading memory, and products.
+
+    Args:
+        dtype: of the numbers that are multiplied.
+        kernels: the compiled engine, where it computes; its products count where they are faster than torch's.
+    """
     data = torch.ones(READ_BYTES // 4, device=device)
-    matrix = torch.ones(MATRIX_SIZE, MATRIX_SIZE, dtype=compute_dtype, device=device)
+    matrix = torch.ones(MATRIX_SIZE, MATRIX_SIZE, dtype=dtype, device=device)
     read = _fastest(lambda: data.sum().item())
-    product = _fastest(lambda: (matrix @ matrix)[0, 0].item())
-    return Machine(READ_BYTES / read, 2 * MATRIX_SIZE**3 / product)
+    flops = 2 * MATRIX_SIZE**3 / _fastest(lambda: (matrix @ matrix)[0, 0].item())
+    if kernels is not None:
+        weight = PackedWeight(pack_bf16(torch.ones(LINEAR_SIZE, LINEAR_SIZE, dtype=torch.bfloat16)))
+        rows = torch.ones(LINEAR_ROWS, LINEAR_SIZE)
+        linear = _fastest(lambda: kernels.linear(rows, weight))
+        flops = max(flops, 2 * LINEAR_ROWS * LINEAR_SIZE**2 / linear)
+    return Machine(READ_BYTES / read, flops)
 
 
 def _fastest(work: Callable[[], object]) -> float:
@@ -54,25 +72,35 @@ class Floor:
     bound: str
 
 
-class Floors:
-    """The floors of one model on one machine.
+@dataclass(frozen=True, slots=True)
+class StoredBytes:
+    """What a step reads, as it is stored.
 
     Args:
-        dtype: of weights and K/V as stored, "bf16" or "float32".
+        layers: all matrices of all layers.
+        output: the output matrix.
+        kv: K and V of one token over all layers.
     """
 
-    def __init__(self, model: ModelConfig, dtype: str, machine: Machine) -> None:
+    layers: int
+    output: int
+    kv: int
+
+
+class Floors:
+    """The floors of one model on one machine."""
+
+    def __init__(self, model: ModelConfig, stored: StoredBytes, machine: Machine) -> None:
         attention = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+        self.machine = machine
         self._model = model
-        self._machine = machine
         self._layer_weights = (
             model.num_layers * model.hidden_size * (attention + (2 + model.gated_mlp) * model.intermediate_size)
         )
         self._output_weights = model.vocab_size * model.hidden_size
         # Of the embedding only the tokens' rows are read, which are left out.
-        self._layer_bytes = self._layer_weights * DTYPE_BYTES[dtype]
-        self._output_bytes = self._output_weights * DTYPE_BYTES[dtype]
-        self._layer_kv_bytes = kv_bytes_per_token(model, dtype) // model.num_layers
+        self._layer_bytes, self._output_bytes = stored.layers, stored.output
+        self._layer_kv_bytes = stored.kv // model.num_layers
 
     def prefill(self, num_tokens: int, chunk: int, start: int = 0) -> Floor:
         """The prompt's positions [start, start + num_tokens) up to the first token of its answer.
@@ -104,5 +132,16 @@ class Floors:
         return 4 * self._model.num_heads * self._model.head_dim * pairs
 
     def _floor(self, num_bytes: int, flops: int) -> Floor:
-        reading, arithmetic = num_bytes / self._machine.bandwidth, flops / self._machine.flops
+        reading, arithmetic = num_bytes / self.machine.bandwidth, flops / self.machine.flops
         return Floor(max(reading, arithmetic), "reading" if reading >= arithmetic else "arithmetic")
+
+
+def measure_floors(engine: Engine) -> Floors:
+    """The floors of an engine's model, with its weights and K/V as it holds them, for the products that it uses."""
+    resolved, runner = engine.resolved, engine.runner
+    assert isinstance(runner, ModelRunner)
+    kernels = load() if resolved.instruction_set else None
+    multiplied = getattr(torch, resolved.compute_dtype) if kernels is None else CpuBackend(kernels.library).act_dtype
+    machine = measure_machine(torch.device(resolved.device), multiplied, kernels)
+    stored = StoredBytes(runner.decoder.layer_bytes, runner.decoder.output_bytes, resolved.kv_bytes_per_token)
+    return Floors(resolved.model, stored, machine)

@@ -106,13 +106,15 @@ def plain_log_axes(axes: Axes, *ticks: Sequence[float]) -> None:
     """Logarithmic axes whose numbers are written out.
 
     Args:
-        ticks: of the x axis, then of the y axis; without them 1, 2, 5, 10, ….
+        ticks: of the x axis, then of the y axis; without them 1, 2, 5, 10, …, and more where the data span little.
     """
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
     axes.set(xscale="log", yscale="log")
     for index, axis in enumerate((axes.xaxis, axes.yaxis)):
-        axis.set_major_locator(FixedLocator(ticks[index]) if index < len(ticks) else LogLocator(subs=(1, 2, 5)))
+        low, high = axis.get_data_interval()
+        places = (1, 2, 5) if high > 5 * low else (1, 1.5, 2, 3, 4, 5, 6, 8)
+        axis.set_major_locator(FixedLocator(ticks[index]) if index < len(ticks) else LogLocator(subs=places))
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
         axis.set_minor_locator(NullLocator())
 

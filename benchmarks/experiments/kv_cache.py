@@ -1,11 +1,13 @@
 """`pageframe bench kv-cache`: what a KV cache saves, and what four ways to keep K and V take in time and memory.
 
 The same decoder answers the same prompts greedily in four ways: without a cache (the whole sequence is computed for
-every token), with one that grows by concatenation, with one reserved whole, and with the paged one of the engine. They
+every token), with one that grows by concatenation, with one reserved whole, and with the paged one of the engine. In
+all of them the same kernels read K and V in blocks of the same size; the ways differ only in who owns the blocks. They
 take turns token by token in random order, so one run gives the time of each token, and with it every shorter length
 too. Every cell is run once, then again while there is time; medians count, and each says of how many runs it is one.
-All must make the same tokens; two may differ where the best logits are a tie or one step of the arithmetic apart, which
-is counted, and what follows such a place is not compared.
+All must make the same tokens, in compiled kernels from the same bits. In torch's operations two may differ where the
+best logits are a tie or one step of the arithmetic apart, which is counted, and what follows such a place is not
+compared.
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ from pageframe.benchmarks.experiments.report import (
     InputError,
     add_output_flags,
     check_outputs,
-    hardware_line,
+    engine_line,
     run_experiment,
     write_json,
 )
-from pageframe.benchmarks.experiments.ties import TIE_TOLERANCE, Parting
+from pageframe.benchmarks.experiments.ties import Parting, tie_tolerance
 from pageframe.runtime.config import LIMITS, EngineConfig, ModelConfig
 from pageframe.runtime.errors import ConfigError
 from pageframe.runtime.memory_plan import format_bytes, free_memory, kv_bytes_per_token, parse_bytes
@@ -39,6 +41,7 @@ from pageframe.runtime.models.source import resolve_source
 
 if TYPE_CHECKING:
     from pageframe.benchmarks.experiments.cache_ways import Way
+    from pageframe.runtime.engine import Engine
 
 DEFAULTS = EngineConfig()
 NEW_TOKENS, QUICK_NEW_TOKENS = (16, 64, 256, 1024), (16, 64)
@@ -64,7 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-len",
         type=count,
         metavar="N",
-        help="tokens per request that the cache reserved whole has room for (default: the longest request here)",
+        help="tokens per request that the cache reserved whole has room for, rounded up to whole blocks (default: the "
+        "longest request here)",
     )
     parser.add_argument(
         "--memory", default="1GiB", metavar="SIZE", help="K/V memory: how many requests does it hold? (%(default)s)"
@@ -104,7 +108,6 @@ def _run(args: argparse.Namespace) -> int:
         memory,
         shape,
         [Race(number) for number in grid.requests],
-        tolerance=TIE_TOLERANCE[args.dtype],
         notes=grid.notes,
     )
     interrupted = False
@@ -178,19 +181,19 @@ def _measure(args: argparse.Namespace, grid: Grid, model: ModelConfig, results: 
 
     console = Console(stderr=True)
     console.print("loading the model", style="dim")
-    ways, results.machine = _ways(args, grid)
+    engine = _build_engine(args, grid)
+    results.machine = engine_line(engine.resolved)
+    results.same_bits = engine.resolved.batch_invariant
+    results.tolerance = tie_tolerance(engine.resolved)
     prompts = np.random.default_rng(0).integers(0, model.vocab_size, (grid.requests[-1], grid.prompt_len))
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task("races", total=grid.repeats * len(results.races))
+        ways = _ways(engine, grid.max_len)
         Rounds(ways, prompts, grid, results.tolerance, lambda: bar.advance(task)).run(results.races)
 
 
-def _ways(args: argparse.Namespace, grid: Grid) -> tuple[Mapping[Kind, Way], str]:
-    """All ways over one decoder, and the line about the machine."""
-    import torch
-
-    from pageframe.benchmarks.experiments import cache_ways
-    from pageframe.runtime.arithmetic import TORCH_DTYPES
+def _build_engine(args: argparse.Namespace, grid: Grid) -> Engine:
+    """One whose pool holds all requests at their end, its pages touched, which takes time."""
     from pageframe.runtime.engine_builder import build_engine
     from pageframe.runtime.model_runner import ModelRunner
 
@@ -213,24 +216,31 @@ def _ways(args: argparse.Namespace, grid: Grid) -> tuple[Mapping[Kind, Way], str
         )
     )
     assert isinstance(engine.runner, ModelRunner)
-    engine.runner.fill_blocks(range(engine.resolved.num_blocks), 0.0)  # a page's first touch takes time
-    decoder = engine.runner.decoder  # the very same one, since only what keeps K and V is to differ
-    resolved = engine.resolved
+    engine.runner.fill_blocks(range(engine.resolved.num_blocks), 0.0)
+    return engine
 
-    def contiguous(backend: type[cache_ways.ContiguousBackend]) -> Way:
-        return cache_ways.ContiguousWay(
-            decoder,
-            backend,
-            dtype=TORCH_DTYPES[resolved.dtype],
-            device=torch.device(resolved.device),
-            max_len=grid.max_len,
-        )
 
-    ways: dict[Kind, Way] = {
+def _ways(engine: Engine, max_len: int) -> Mapping[Kind, Way]:
+    """All ways over the engine's own decoder."""
+    import torch
+
+    from pageframe.benchmarks.experiments import cache_ways
+    from pageframe.kernels.attention import select_backend
+    from pageframe.runtime.arithmetic import TORCH_DTYPES
+    from pageframe.runtime.model_runner import ModelRunner
+
+    assert isinstance(engine.runner, ModelRunner)
+    resolved, decoder = engine.resolved, engine.runner.decoder
+    device = torch.device(resolved.device)
+    backend = select_backend(resolved.backend, device)
+    blocks = cache_ways.Blocks(resolved.model, resolved.block_size, TORCH_DTYPES[resolved.kv_dtype], device)
+
+    def contiguous(kind: type[cache_ways.Memory]) -> Way:
+        return cache_ways.ContiguousWay(decoder, backend, blocks, kind, max_len)
+
+    return {
         Kind.NOTHING: contiguous(cache_ways.NothingKept),
         Kind.GROWN: contiguous(cache_ways.GrownCache),
         Kind.RESERVED: contiguous(cache_ways.ReservedCache),
         Kind.PAGED: cache_ways.PagedWay(engine),
     }
-    computed = f"{resolved.dtype} computed in {resolved.compute_dtype}, backend {resolved.backend}"
-    return ways, hardware_line(resolved.threads, computed)

@@ -26,7 +26,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from pageframe.benchmarks.experiments.floor import Floors, measure_machine
+from pageframe.benchmarks.experiments.floor import Floors, measure_floors
+from pageframe.benchmarks.experiments.report import engine_line
 from pageframe.runtime.config import EngineConfig
 from pageframe.runtime.engine import Engine
 from pageframe.runtime.engine_builder import build_engine
@@ -116,12 +117,9 @@ def measure(works: tuple[Work, ...], repeats: int, with_float32: bool) -> bool:
     engine = build_engine(EngineConfig(dtype="bf16"))
     rivals = [load_transformers(torch.bfloat16)] + ([load_transformers(torch.float32)] if with_float32 else [])
     resolved = engine.resolved
-    machine = measure_machine(torch.device(resolved.device), getattr(torch, resolved.compute_dtype))
-    floors = Floors(resolved.model, resolved.dtype, machine)
+    floors = measure_floors(engine)
     table = Table(
-        title=f"output tokens/s, greedy, medians of {repeats}; Pageframe bf16 computes in {resolved.compute_dtype}, "
-        f"{resolved.threads} threads; reads {machine.bandwidth / 1e9:.0f} GB/s, "
-        f"multiplies at {machine.flops / 1e9:.0f} GFLOP/s"
+        title=f"output tokens/s, greedy, medians of {repeats}; Pageframe: {engine_line(resolved)}; {floors.machine}"
     )
     float32_columns = ("HF float32", "ratio") if with_float32 else ()
     for column in ("in + out, requests", "floor", "Pageframe", "HF bf16", "ratio", *float32_columns):

@@ -29,12 +29,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import Progress
 
 from pageframe.benchmarks.experiments import peers_report, peers_steps
-from pageframe.benchmarks.experiments.floor import Floors, measure_machine
+from pageframe.benchmarks.experiments.floor import Floors, measure_floors
 from pageframe.benchmarks.experiments.grids import count
 from pageframe.benchmarks.experiments.offline_throughput import Work, random_prompts
 from pageframe.benchmarks.experiments.peers_engines import (
@@ -65,7 +64,7 @@ from pageframe.benchmarks.experiments.report import (
     EXIT_INTERRUPTED,
     InputError,
     check_outputs,
-    hardware_line,
+    engine_line,
     run_experiment,
     write_json,
 )
@@ -101,13 +100,12 @@ class Comparison:
         """Everything, in the order of its worth."""
         engine = build_engine(EngineConfig(**self._own))
         resolved = engine.resolved
-        machine = measure_machine(torch.device(resolved.device), getattr(torch, resolved.compute_dtype))
+        floors = measure_floors(engine)
         self._results.header += [
-            hardware_line(resolved.threads, f"{resolved.dtype} computed in {resolved.compute_dtype}"),
-            f"reads {machine.bandwidth / 1e9:.1f} GB/s, multiplies at {machine.flops / 1e9:,.0f} GFLOP/s",
+            engine_line(resolved),
+            str(floors.machine),
             f"{OURS} at {commit()}, medians of {self._repeats}",
         ]
-        floors = Floors(resolved.model, resolved.dtype, machine)
         for work in self._works:
             self._results.floors[work] = floor_seconds(floors, work, resolved.max_num_batched_tokens)
         self._offline(OwnEngine(engine), resolved.model.vocab_size)

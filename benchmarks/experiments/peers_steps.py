@@ -39,8 +39,8 @@ class StepCost:
 
     Args:
         step: a whole `Engine.step`.
-        outside: what of it is neither the runner's forward pass nor the logits.
-        floor: the least that reading bf16 weights and K/V allows.
+        outside: what of it is neither the runner's forward pass nor its logits or their arg-max.
+        floor: the least that reading weights and K/V, or their products, allow.
     """
 
     size: Size
@@ -59,25 +59,27 @@ def step_sizes(quick: bool) -> list[Size]:
 
 
 class KernelClock:
-    """A runner, and the time that its two calls take."""
+    """A runner, and the time that its calls take."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self.seconds = 0.0
 
     def forward(self, batch: Batch) -> Any:
-        started = time.perf_counter()
-        hidden = self._runner.forward(batch)
-        self._runner.synchronize()
-        self.seconds += time.perf_counter() - started
-        return hidden
+        return self._timed(lambda: self._runner.forward(batch))
 
     def logits(self, hidden: Any) -> Any:
+        return self._timed(lambda: self._runner.logits(hidden))
+
+    def arg_max(self, hidden: Any) -> Any:
+        return self._timed(lambda: self._runner.arg_max(hidden))
+
+    def _timed(self, call: Callable[[], Any]) -> Any:
         started = time.perf_counter()
-        logits = self._runner.logits(hidden)
+        result = call()
         self._runner.synchronize()
         self.seconds += time.perf_counter() - started
-        return logits
+        return result
 
 
 class StepMeter:
@@ -91,7 +93,7 @@ class StepMeter:
         assert isinstance(engine.runner, ModelRunner)
         engine.reset_prefix_cache()
         self._clock = KernelClock(engine.runner)
-        self._engine = Engine(engine.resolved, self._clock, Sampler(self._clock.logits))
+        self._engine = Engine(engine.resolved, self._clock, Sampler(self._clock.logits, self._clock.arg_max))
         self._floors = floors
         self._numbers = itertools.count()
         self._prompts: list[list[int]] = []

@@ -8,11 +8,10 @@ from collections.abc import Callable, Sequence
 from statistics import median
 
 import numpy as np
-import torch
 
-from pageframe.benchmarks.experiments.floor import Floors, measure_machine
+from pageframe.benchmarks.experiments.floor import measure_floors
 from pageframe.benchmarks.experiments.phases_report import Cell, Chat, ChatCost, Results
-from pageframe.benchmarks.experiments.report import TimeBudget, hardware_line
+from pageframe.benchmarks.experiments.report import TimeBudget, engine_line
 from pageframe.runtime.config import EngineConfig
 from pageframe.runtime.engine_builder import build_engine
 from pageframe.runtime.errors import EngineError
@@ -62,16 +61,11 @@ class Phases:
         assert isinstance(self._engine.runner, ModelRunner)
         resolved = self._engine.resolved
         self._engine.runner.fill_blocks(range(resolved.num_blocks), 0.0)  # a page's first touch takes time
-        machine = measure_machine(torch.device(resolved.device), getattr(torch, resolved.compute_dtype))
-        self._floors = Floors(resolved.model, resolved.dtype, machine)
+        self._floors = measure_floors(self._engine)
         self._chunk = resolved.max_num_batched_tokens
         self._random = np.random.default_rng(0)
         self._numbers = itertools.count()
-        computed = f"{resolved.dtype} computed in {resolved.compute_dtype}"
-        self.machine_line = (
-            f"{hardware_line(resolved.threads, computed)}; reads {machine.bandwidth / 1e9:.1f} GB/s, multiplies at "
-            f"{machine.flops / 1e9:.0f} GFLOP/s"
-        )
+        self.machine_line = f"{engine_line(resolved)}; {self._floors.machine}"
 
     # ---- whole requests
 

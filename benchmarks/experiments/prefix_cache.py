@@ -178,7 +178,7 @@ def _another_engine(engine: Engine, *, prefix_cache: bool) -> Engine:
     """An engine of its own over the same weights and pool, which are its alone from now on."""
     assert isinstance(engine.runner, ModelRunner)
     resolved = dataclasses.replace(engine.resolved, prefix_cache=prefix_cache)
-    return Engine(resolved, engine.runner, Sampler(engine.runner.logits))
+    return Engine(resolved, engine.runner, Sampler(engine.runner.logits, engine.runner.arg_max))
 
 
 def _touch_all_memory(engine: Engine) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from pageframe.runtime.config import ResolvedConfig
 from pageframe.runtime.errors import EngineError, InvalidRequestError, StartupError
 
 if TYPE_CHECKING:
@@ -100,6 +101,15 @@ def check_outputs(plot: Path | None, json_file: Path | None) -> None:
 def hardware_line(threads: int, dtype: str) -> str:
     """Processor, cores, threads, arithmetic: what a figure means nothing without."""
     return f"{processor_name()}, {len(os.sched_getaffinity(0))} cores, {threads} threads, {dtype}"
+
+
+def engine_line(resolved: ResolvedConfig) -> str:
+    """`hardware_line` of an engine."""
+    computed = f"{resolved.dtype} computed in {resolved.compute_dtype}"
+    if resolved.instruction_set:
+        weights = "as in the file" if resolved.weights == "file" else f"in {resolved.weights}"
+        computed = f"{resolved.dtype} in compiled kernels ({resolved.instruction_set}), weights {weights}"
+    return hardware_line(resolved.threads, f"{computed}, backend {resolved.backend}")
 
 
 def processor_name() -> str:

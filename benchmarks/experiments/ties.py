@@ -6,10 +6,18 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
+from pageframe.runtime.config import ResolvedConfig
+
 #: Two best logits this close are a tie, by the type of K and V.
 TIE_TOLERANCE = {"float32": 1e-3, "bf16": 0.05}
 #: Bits behind the leading one in the type that logits are computed in.
 _MANTISSA_BITS = {"float32": 23, "bfloat16": 7}
+
+
+def tie_tolerance(resolved: ResolvedConfig) -> float:
+    """Two best logits this close are a tie between an engine's runs; none is where its logits are the same bits in all
+    of them."""
+    return 0.0 if resolved.batch_invariant else TIE_TOLERANCE[resolved.dtype]
 
 
 class Parting(StrEnum):

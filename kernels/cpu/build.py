@@ -43,6 +43,9 @@ _USUAL_SECONDS = 10
 #: A compilation of so many seconds, this process's or one that it waits for, has hung.
 _COMPILER_TIMEOUT = 300.0
 _LOCK_POLL_SECONDS = 0.05
+#: Another version's library that nobody has used for so long goes when a new one comes.
+_KEPT_SECONDS = 30 * 24 * 3600.0
+_KEY = re.compile(r"[0-9a-f]{64}")
 _OPENMP_RUNTIME = re.compile(r"(/.*/lib(?:gomp|iomp5|omp)[-.][^/\n]*)$", re.MULTILINE)
 
 
@@ -207,6 +210,7 @@ def _compile_and_open(recipe: _Recipe, place: Path | OSError) -> ctypes.CDLL:
             if isinstance(place, OSError):
                 raise place
             _keep(library, place)
+            _remove_unused(place.parent.parent)
         except OSError as error:
             logger.warning("the compiled CPU kernels are not kept, and the next start compiles again: %s", error)
             return ctypes.CDLL(str(library))  # stays whole in memory when its file is gone
@@ -225,12 +229,25 @@ def _keep(library: Path, place: Path) -> None:
         raise
 
 
+def _remove_unused(root: Path) -> None:
+    """Remove the folders of libraries that were not opened for long. Who has one of them loaded keeps it in memory."""
+    oldest = time.time() - _KEPT_SECONDS
+    with contextlib.suppress(OSError):
+        for folder in root.iterdir():
+            if _KEY.fullmatch(folder.name) and folder.stat().st_mtime < oldest:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
 def _open_cached(path: Path, key: str) -> ctypes.CDLL | None:
     """The library that was compiled for `key`; None where there is none, or another, or a part, or it does not load."""
     try:
         content = path.read_bytes()
         intact = _digest(content[:-_DIGEST_BYTES], key) == content[-_DIGEST_BYTES:]
-        return ctypes.CDLL(str(path)) if intact else None
+        if not intact:
+            return None
+        with contextlib.suppress(OSError):  # the folder may be read-only
+            os.utime(path.parent)  # it is in use: see _remove_unused
+        return ctypes.CDLL(str(path))
     except OSError:
         return None
 

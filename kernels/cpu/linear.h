@@ -13,17 +13,15 @@
 #include "linear_epilogues.h"
 #include "linear_weights.h"
 #include "team.h"
-#if defined(PAGEFRAME_ISA_AVX512)
+#if defined(PAGEFRAME_ISA_AMX)
+#include "linear_amx.h"
+#elif defined(PAGEFRAME_ISA_AVX512)
 #include "linear_avx512.h"
 #else
 #include "linear_avx2.h"
 #endif
 
 namespace pageframe {
-
-constexpr int64_t kBlockBytes = 384 << 10;  // of activations that stay in the L2 cache, beside a piece's weights
-constexpr int64_t kUnpackRows = 24;         // from so many on, a piece's strips are unpacked once for all
-constexpr int64_t kUnpackInputs = 4096;     // unless they do not fit into the L2 cache
 
 // How a linear's strips and rows are cut into pieces of work. The last pieces are half as large, so that threads which
 // claim their last at about the same time end so.
@@ -38,10 +36,6 @@ class Pieces {
 
     int64_t count() const { return blocks_ * in_block_; }
 
-    struct Piece {
-        int64_t strip, strip_end, row, row_end;
-    };
-
     Piece operator[](int64_t index) const {
         const int64_t block = index / in_block_, place = index % in_block_;
         const int64_t strip = place < large_ ? place * kPieceStrips : large_ * kPieceStrips + (place - large_) * kSmall;
@@ -53,6 +47,12 @@ class Pieces {
     static constexpr int64_t kSmall = kPieceStrips / 2;
     int64_t strips_, rows_, large_, in_block_, blocks_;
 };
+
+#if !defined(PAGEFRAME_ISA_AMX)  // which has its own linear_scratch_bytes and PieceProducts
+
+constexpr int64_t kBlockBytes = 384 << 10;  // of activations that stay in the L2 cache, beside a piece's weights
+constexpr int64_t kUnpackRows = 24;         // from so many on, a piece's strips are unpacked once for all
+constexpr int64_t kUnpackInputs = 4096;     // unless they do not fit into the L2 cache
 
 // Whether a piece's strips are unpacked for so many rows.
 inline bool must_unpack(const LinearWeight& weight, int64_t rows) {
@@ -74,7 +74,7 @@ inline LinearWeight unpacked_part(const LinearWeight& weight, int64_t strip, con
 // The piece's outputs in the strips [strip, strip + strips) of the weight given, a few rows at a time.
 template <class Epilogue>
 void compute_rows(const TileSet& tiles, const LinearWeight& weight, int64_t strip, const Inputs& x,
-                  const Pieces::Piece& piece, int64_t ahead, const Epilogue& epilogue) {
+                  const Piece& piece, int64_t ahead, const Epilogue& epilogue) {
     alignas(64) float sums[kMaxTileRows * kPieceWidth];
     const int64_t rows = piece.row_end - piece.row, count = divide_up(rows, tiles.max_rows);
     const int64_t strips = piece.strip_end - piece.strip;
@@ -91,23 +91,44 @@ void compute_rows(const TileSet& tiles, const LinearWeight& weight, int64_t stri
     }
 }
 
+// What one thread computes of a linear.
+class PieceProducts {
+  public:
+    static int64_t block_rows(const LinearWeight& weight) {
+        return std::max<int64_t>(kMaxTileRows, kBlockBytes / (weight.k * sizeof(Act)));
+    }
+
+    PieceProducts(const LinearWeight& weight, const Inputs& x, int64_t ahead, void* scratch)
+        : tiles_(tiles_of(weight.kind)), weight_(weight), x_(x), ahead_(ahead), scratch_(scratch) {}
+
+    template <class Epilogue>
+    void compute(const Piece& piece, const Epilogue& epilogue) const {
+        if (must_unpack(weight_, piece.row_end - piece.row)) {
+            tiles_.unpack(weight_, piece.strip, piece.strip_end - piece.strip, ahead_, scratch_);
+            const LinearWeight part = unpacked_part(weight_, piece.strip, scratch_);
+            compute_rows(tiles_.unpacked, part, 0, x_, piece, 0, epilogue);
+        } else {
+            compute_rows(tiles_.stored, weight_, piece.strip, x_, piece, ahead_, epilogue);
+        }
+    }
+
+  private:
+    const KindTiles& tiles_;
+    const LinearWeight& weight_;
+    const Inputs& x_;
+    const int64_t ahead_;
+    void* const scratch_;
+};
+
+#endif
+
 template <class Epilogue>
 void linear(Team& team, const LinearWeight& weight, const Inputs& x, const Epilogue& epilogue, void* scratch) {
     if (x.rows == 0) return;
-    const KindTiles& tiles = tiles_of(weight.kind);
-    const int64_t block_rows = std::max<int64_t>(kMaxTileRows, kBlockBytes / (weight.k * sizeof(Act)));
-    const Pieces pieces(strip_count(weight), x.rows, block_rows, team.size());
+    const Pieces pieces(strip_count(weight), x.rows, PieceProducts::block_rows(weight), team.size());
     const int64_t ahead = team.size() * kPieceStrips * strip_bytes(weight);
-    for (int64_t index; (index = team.claim()) < pieces.count();) {
-        const Pieces::Piece piece = pieces[index];
-        if (must_unpack(weight, piece.row_end - piece.row)) {
-            tiles.unpack(weight, piece.strip, piece.strip_end - piece.strip, ahead, scratch);
-            const LinearWeight part = unpacked_part(weight, piece.strip, scratch);
-            compute_rows(tiles.unpacked, part, 0, x, piece, 0, epilogue);
-        } else {
-            compute_rows(tiles.stored, weight, piece.strip, x, piece, ahead, epilogue);
-        }
-    }
+    const PieceProducts products(weight, x, ahead, scratch);
+    for (int64_t index; (index = team.claim()) < pieces.count();) products.compute(pieces[index], epilogue);
 }
 
 }  // namespace pageframe

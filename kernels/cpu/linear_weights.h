@@ -52,8 +52,12 @@ struct Inputs {
     int64_t rows;
 };
 
-// The minimums of kQ4 multiply the sums of groups of activations.
+// The minimums of kQ4 multiply the sums of groups of activations; AMX multiplies unpacked values.
+#if defined(PAGEFRAME_ISA_AMX)
+inline bool needs_group_sums(const LinearWeight&) { return false; }
+#else
 inline bool needs_group_sums(const LinearWeight& weight) { return weight.kind == kQ4; }
+#endif
 
 // The sum of each group of 32 activations of a row: float [k / 32].
 inline void group_sums(const Act* row, int64_t k, float* sums) {
@@ -66,6 +70,10 @@ inline void group_sums(const Act* row, int64_t k, float* sums) {
 
 constexpr int64_t kPieceStrips = 4;  // a piece of work has as many, or fewer
 constexpr int64_t kPieceWidth = kPieceStrips * kStrip;
+
+struct Piece {
+    int64_t strip, strip_end, row, row_end;
+};
 
 // Computes a tile: `sums` [rows, kPieceWidth], from a row and a strip on, over all of k. What lies `ahead` bytes past
 // the weights in use is asked into the L2 cache; 0 asks for nothing.

@@ -22,6 +22,8 @@ BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}
 
 _Q4_RECORD_BYTES = 320
 _Q8_RECORD_BYTES = 544
+#: Of each byte of an int64.
+_LOWER_HALVES = 0x0F0F0F0F0F0F0F0F
 
 
 class WeightKind(IntEnum):
@@ -61,8 +63,8 @@ def pack_bf16(weight: Tensor, *, interleaved: bool = False) -> PackedValues:
         raise ValueError(f"weight must be bfloat16 [n, k] on the CPU; it is {weight.dtype} {list(weight.shape)}")
     n, k = weight.shape
     _check_shape(n, k, interleaved)
-    pairs = _in_strips(weight.contiguous().view(torch.int32), interleaved)  # [strips, 16, k / 2]
-    data = pairs.transpose(1, 2).contiguous().view(torch.bfloat16).view(-1, k // 2, STRIP, 2)
+    pairs = _in_strips(weight.contiguous().view(torch.int32), interleaved)  # [..., 16, k / 2]
+    data = pairs.transpose(-1, -2).contiguous().view(torch.bfloat16).view(-1, k // 2, STRIP, 2)
     return PackedValues(WeightKind.BF16, n, k, data)
 
 
@@ -101,52 +103,57 @@ def _check_shape(n: int, k: int, interleaved: bool) -> None:
 
 
 def _in_strips(rows: Tensor, interleaved: bool) -> Tensor:
-    """[n, ...] -> [strips, 16, ...]: a view, or a copy with zeros after the last row."""
+    """[n, ...] -> [strips, 16, ...], or where halves take turns [strips / 2, 2, 16, ...]: a view, or a copy with zeros
+    after the last row."""
     n = rows.shape[0]
     if n % STRIP:
         rows = torch.cat([rows, rows.new_zeros(-n % STRIP, *rows.shape[1:])])
     strips = rows.view(-1, STRIP, *rows.shape[1:])
-    if interleaved:
-        strips = strips.view(2, -1, *strips.shape[1:]).transpose(0, 1).reshape(strips.shape)
-    return strips
+    return strips.view(2, -1, *strips.shape[1:]).transpose(0, 1) if interleaved else strips
+
+
+def _column(blocks: Tensor, start: int, end: int | None, dtype: torch.dtype) -> Tensor:
+    """Some bytes of each block as numbers: [strips, 16, groups, numbers]."""
+    return blocks[..., start:end].contiguous().view(dtype).flatten(0, -4)
 
 
 def _q4_records(blocks: Tensor) -> Tensor:
-    """uint8 [strips, 16, groups, 18 or 20] -> uint8 [strips, groups, 320], Q4Record of linear_weights.h."""
-    strips, _, groups, size = blocks.shape
-    head = size - GROUP // 2
-    scales = blocks[..., :2].contiguous().view(torch.float16)[..., 0]
-    minimums = blocks[..., 2:4].contiguous().view(torch.float16)[..., 0] if head == 4 else scales * -8
-    eights = (
-        blocks[..., head:].contiguous().view(torch.int64)
-    )  # [..., 2]: the low nibbles are codes 0-15, the high 16-31
+    """uint8 [..., 16, groups, 18 or 20] -> uint8 [strips, groups, 320], Q4Record of linear_weights.h."""
+    head = blocks.shape[-1] - GROUP // 2
+    scales = _column(blocks, 0, 2, torch.float16)
+    minimums = _column(blocks, 2, 4, torch.float16) if head == 4 else scales * -8
+    # Byte i has code i in its lower half, and code 16 + i in its upper half.
+    eights = _column(blocks, head, None, torch.int64)
+    lines = torch.cat((eights & _LOWER_HALVES, eights >> 4 & _LOWER_HALVES), dim=-1)
+    strips, _, groups, _ = lines.shape
     records = blocks.new_empty(strips, groups, _Q4_RECORD_BYTES)
-    words = records.view(torch.int32)
-    for line in range(4):
-        codes = eights[..., line % 2] >> (4 * (line // 2))
-        words[..., line * STRIP : (line + 1) * STRIP] = _line_words(codes).transpose(1, 2)
-    halves = records.view(torch.float16)
-    halves[..., -2 * STRIP : -STRIP] = scales.transpose(1, 2)
-    halves[..., -STRIP:] = minimums.transpose(1, 2)
+    codes = records.view(torch.int32)[..., : 4 * STRIP].view(strips, groups, 4, STRIP)
+    codes.copy_(_line_words(lines).permute(0, 2, 3, 1))
+    halves = records.view(torch.float16)[..., -2 * STRIP :].view(strips, groups, 2, STRIP)
+    halves.copy_(torch.cat((scales, minimums), dim=-1).permute(0, 2, 3, 1))
     return records
 
 
 def _line_words(codes: Tensor) -> Tensor:
-    """int64, a code in each byte's lower half -> int32: a dword of a Q4Record's line."""
+    """int64, a code in each byte's lower half -> int32 of the same shape: the dwords of a Q4Record's lines.
+
+    It overwrites `codes`.
+    """
     every_second = 0x000F000F000F000F
     together = 1 << 48 | 1 << 36 | 1 << 24 | 1 << 12  # a product's bits 48-63 are the four codes, side by side
-    even = ((codes & every_second) * together >> 48) & 0xFFFF
-    odd = ((codes >> 8 & every_second) * together >> 32) & 0xFFFF0000
-    words = even | odd
-    return (words << 3 | words >> 29).view(torch.int32)[..., ::2].view(codes.shape)
+    even = (codes & every_second).mul_(together).bitwise_right_shift_(48).bitwise_and_(0xFFFF)
+    odd = codes.bitwise_right_shift_(8).bitwise_and_(every_second).mul_(together)
+    words = odd.bitwise_right_shift_(32).bitwise_and_(0xFFFF0000).bitwise_or_(even)
+    torch.bitwise_right_shift(words, 29, out=even)
+    return words.bitwise_left_shift_(3).bitwise_or_(even).view(torch.int32)[..., ::2]
 
 
 def _q8_records(blocks: Tensor) -> Tensor:
-    """uint8 [strips, 16, groups, 34] -> uint8 [strips, groups, 544], Q8Record of linear_weights.h."""
-    strips, _, groups, _ = blocks.shape
+    """uint8 [..., 16, groups, 34] -> uint8 [strips, groups, 544], Q8Record of linear_weights.h."""
+    pairs = _column(blocks, 2, None, torch.int16)
+    strips, _, groups, _ = pairs.shape
     records = blocks.new_empty(strips, groups, _Q8_RECORD_BYTES)
     halves = records.view(torch.int16)
-    pairs = blocks[..., 2:].contiguous().view(torch.int16)  # [strips, 16, groups, 16]
-    halves[..., : STRIP * GROUP // 2] = pairs.permute(0, 2, 3, 1).reshape(strips, groups, -1)
-    halves[..., -STRIP:] = blocks[..., :2].contiguous().view(torch.int16)[..., 0].transpose(1, 2)
+    halves[..., : STRIP * GROUP // 2].view(strips, groups, GROUP // 2, STRIP).copy_(pairs.permute(0, 2, 3, 1))
+    halves[..., -STRIP:] = _column(blocks, 0, 2, torch.int16)[..., 0].transpose(1, 2)
     return records

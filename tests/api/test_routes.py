@@ -129,7 +129,21 @@ def test_models(server: RunningServer) -> None:
 
 
 def test_version_and_schema(server: RunningServer) -> None:
-    assert server.client.get("/version").json()["version"]
+    answer = server.client.get("/version").json()
+    assert answer.pop("version")
+    assert answer == {
+        "model": "bytes-1",
+        "device": "cpu",
+        "instruction_set": "",
+        "threads": 1,
+        "backend": "reference",
+        "dtype": "float32",
+        "compute_dtype": "float32",
+        "weights": "float32",
+        "kv_dtype": "float32",
+        "batch_invariant": False,
+        "notes": [],
+    }
     assert "/v1/chat/completions" in server.client.get("/openapi.json").json()["paths"]
 
 

@@ -6,12 +6,14 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise, permutations
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from fakes.engines import tiny_config
 
 from pageframe.benchmarks.experiments import cache_race
 from pageframe.benchmarks.experiments.cache_memory import Held, Kind
@@ -19,15 +21,24 @@ from pageframe.benchmarks.experiments.cache_race import Course, run_race
 from pageframe.benchmarks.experiments.cache_results import Grid, Lap, Race
 from pageframe.benchmarks.experiments.cache_rounds import Rounds
 from pageframe.benchmarks.experiments.cache_ways import (
+    Blocks,
     ContiguousWay,
     GrownCache,
+    Memory,
     NothingKept,
+    PagedWay,
     ReservedCache,
     Tokens,
 )
 from pageframe.benchmarks.experiments.ties import LogitGap, Parting
+from pageframe.kernels.attention import select_backend
+from pageframe.kernels.cpu import BuildError, load
 from pageframe.runtime.config import ModelConfig
+from pageframe.runtime.engine import Engine
+from pageframe.runtime.errors import EngineError
+from pageframe.runtime.model_runner import ModelRunner
 from pageframe.runtime.models.decoder import Decoder
+from pageframe.runtime.sampler import Sampler
 
 CPU = torch.device("cpu")
 
@@ -35,30 +46,40 @@ CPU = torch.device("cpu")
 # ---- the ways -------------------------------------------------------------------------------------------------------
 
 
-def test_contiguous_ways_agree_where_layers_have_windows() -> None:
-    config = ModelConfig(
-        family="mistral",
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        max_position=64,
-        norm_eps=1e-5,
-        rope_theta=1e4,
-        windows=(5, None),
+LAYERS_WITH_WINDOWS = ModelConfig(
+    family="mistral",
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=96,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    max_position=64,
+    norm_eps=1e-5,
+    rope_theta=1e4,
+    windows=(5, None),
+)
+
+
+def contiguous(decoder: Decoder, kind: type[Memory], dtype: torch.dtype, backend: str = "reference") -> ContiguousWay:
+    return ContiguousWay(
+        decoder, select_backend(backend, CPU), Blocks(decoder.config, 16, dtype, CPU), kind, max_len=30
     )
-    decoder = Decoder.random(config, storage_dtype=torch.float32, compute_dtype=torch.float32, device=CPU, seed=0)
-    prompts = np.random.default_rng(0).integers(0, 64, (3, 9))
-    ways = [
-        ContiguousWay(decoder, kind, dtype=torch.float32, device=CPU, max_len=30)
-        for kind in (NothingKept, GrownCache, ReservedCache)
-    ]
+
+
+def random_prompts(num_requests: int, length: int) -> Tokens:
+    return np.random.default_rng(0).integers(0, 64, (num_requests, length))
+
+
+def test_contiguous_ways_agree_where_layers_have_windows() -> None:
+    decoder = Decoder.random(
+        LAYERS_WITH_WINDOWS, storage_dtype=torch.float32, compute_dtype=torch.float32, device=CPU, seed=0
+    )
+    tokens = random_prompts(3, 9)
+    ways = [contiguous(decoder, kind, torch.float32) for kind in (NothingKept, GrownCache, ReservedCache)]
     for way in ways:
-        way.start(prompts, 20)
-    tokens = prompts
+        way.start(tokens, 20)
     for _ in range(20):
         made = [way.step(tokens) for way in ways]
         for way, own in zip(ways, made, strict=True):
@@ -68,10 +89,89 @@ def test_contiguous_ways_agree_where_layers_have_windows() -> None:
     assert len(np.unique(tokens[:, 9:])) > 3, "the model was to say different things"
 
 
+class RecordingDecoder:
+    """A decoder that keeps the bytes of the hidden states that it is asked to find tokens for."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self.asked: list[bytes] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._decoder, name)
+
+    def arg_max(self, hidden: torch.Tensor) -> Any:
+        self.asked.append(hidden.numpy().tobytes())
+        return self._decoder.arg_max(hidden)
+
+
+def test_in_compiled_kernels_all_four_ways_compute_the_same_bits() -> None:
+    try:
+        kernels = load()
+    except BuildError as error:
+        pytest.skip(f"no compiled kernels: {error}")
+    decoder = Decoder.random(
+        LAYERS_WITH_WINDOWS,
+        storage_dtype=torch.bfloat16,
+        compute_dtype=torch.float32,
+        device=CPU,
+        seed=0,
+        kernels=kernels,
+    )
+    prompts = random_prompts(3, 9)
+    seen = []
+    for kind in (NothingKept, GrownCache, ReservedCache, None):
+        recording = cast(Decoder, RecordingDecoder(decoder))
+        way: Any = paged(recording) if kind is None else contiguous(recording, kind, torch.bfloat16, "cpu")
+        tokens = prompts
+        way.start(prompts, 20)
+        for _ in range(20):
+            tokens = np.concatenate((tokens, way.step(tokens)[:, None]), axis=1)
+        way.end()
+        seen.append((recording.asked, tokens.tolist()))
+    assert len(seen[0][0]) == 20
+    assert len(set(seen[0][0])) == 20
+    for asked, tokens in seen[1:]:
+        assert tokens == seen[0][1]
+        assert asked == seen[0][0]
+
+
+def paged(decoder: Decoder) -> PagedWay:
+    resolved = tiny_config(
+        num_blocks=30, max_num_requests=3, max_num_batched_tokens=128, max_model_len=40, prefix_cache=False
+    )
+    resolved = replace(resolved, model=decoder.config)
+    runner = ModelRunner(
+        decoder,
+        select_backend("cpu", CPU),
+        num_blocks=resolved.num_blocks,
+        block_size=resolved.block_size,
+        max_num_requests=resolved.max_num_requests,
+        max_blocks=resolved.max_blocks,
+        kv_dtype=torch.bfloat16,
+        device=CPU,
+    )
+    return PagedWay(Engine(resolved, runner, Sampler(runner.logits, runner.arg_max)))
+
+
+def test_a_failed_forward_pass_is_an_engine_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = Decoder.random(
+        LAYERS_WITH_WINDOWS, storage_dtype=torch.float32, compute_dtype=torch.float32, device=CPU, seed=0
+    )
+    way = contiguous(decoder, ReservedCache, torch.float32)
+    way.start(random_prompts(1, 4), 1)
+
+    def fail(*_: object) -> torch.Tensor:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(decoder, "forward", fail)
+    with pytest.raises(EngineError, match="the device is gone"):
+        way.step(random_prompts(1, 4))
+
+
 def test_a_step_of_bf16_is_the_distance_of_its_numbers() -> None:
     config = ModelConfig("llama", 8, 16, 16, 1, 2, 1, 8, 16, 1e-5, 1e4)
     decoder = Decoder.random(config, storage_dtype=torch.bfloat16, compute_dtype=torch.bfloat16, device=CPU, seed=0)
-    way = ContiguousWay(decoder, NothingKept, dtype=torch.bfloat16, device=CPU, max_len=8)
+    way = contiguous(decoder, NothingKept, torch.bfloat16)
     way.start(np.array([[1, 2, 3]]), 1)
     best = int(way.step(np.array([[1, 2, 3]]))[0])
     gaps = [way.logit_gap(0, token) for token in range(8)]

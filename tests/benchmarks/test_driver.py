@@ -15,9 +15,11 @@ from pageframe.benchmarks.experiments.batching_measures import TailWatch
 from pageframe.benchmarks.experiments.driver import Agreement, Answer, Ask, OutOfTimeError, compare, serve
 from pageframe.benchmarks.experiments.report import TimeBudget
 from pageframe.benchmarks.experiments.sessions import Holder, synthetic_session, synthetic_sessions
+from pageframe.benchmarks.experiments.ties import TIE_TOLERANCE
 from pageframe.runtime.config import EngineConfig
 from pageframe.runtime.engine import Engine
 from pageframe.runtime.engine_builder import build_engine
+from pageframe.runtime.errors import EngineError
 from pageframe.runtime.model_runner import ModelRunner
 from pageframe.runtime.sampler import Sampler
 
@@ -182,7 +184,8 @@ def test_tails_are_the_slots_that_no_token_has() -> None:
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    return build_engine(EngineConfig(num_blocks=16, max_model_len=128, max_num_requests=4))
+    """One whose bits may depend on what else is in a step."""
+    return build_engine(EngineConfig(backend="reference", num_blocks=16, max_model_len=128, max_num_requests=4))
 
 
 def test_answers_that_part_are_told_apart_from_ties(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,9 +205,9 @@ def test_answers_that_part_are_told_apart_from_ties(engine: Engine, monkeypatch:
     best, second = output.logprobs[0].top_ids
     assert best == answers[0].tokens[2]
     gap = output.logprobs[0].top_logprobs[0] - output.logprobs[0].top_logprobs[1]
-    monkeypatch.setitem(driver.TIE_TOLERANCE, "bf16", gap * 1.01)
+    monkeypatch.setitem(TIE_TOLERANCE, "bf16", gap * 1.01)
     assert compare(answers, changed(2, second), engine) == Agreement(equal=1, ties=1)
-    monkeypatch.setitem(driver.TIE_TOLERANCE, "bf16", gap * 0.5)
+    monkeypatch.setitem(TIE_TOLERANCE, "bf16", gap * 0.5)
     monkeypatch.setattr(driver, "spacing", lambda value, dtype: gap * 1.01)
     assert compare(answers, changed(2, second), engine) == Agreement(equal=1, one_step=1)
     monkeypatch.setattr(driver, "spacing", lambda value, dtype: gap * 0.99)
@@ -230,6 +233,29 @@ def test_neighbours_are_those_of_the_arithmetic_not_of_the_stored_type(
     machine = Engine(resolved, engine.runner, Sampler(engine.runner.logits))
     ask = Ask("a", [1, 2], 1)
     assert compare([Answer(ask, 0.0, [3], [1.0])], [Answer(ask, 0.0, [4], [1.0])], machine) == expected
+
+
+def test_where_bits_depend_on_a_request_alone_there_is_no_tie(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(engine.runner, ModelRunner)
+    resolved = replace(engine.resolved, compute_dtype="float32", batch_invariant=True)
+    compiled = Engine(resolved, engine.runner, Sampler(engine.runner.logits))
+    ask = Ask("a", [1, 2], 1)
+    answers = [Answer(ask, 0.0, [3], [1.0])], [Answer(ask, 0.0, [4], [1.0])]
+    monkeypatch.setattr(driver, "_logits", lambda *args: (20.0, 19.999))  # by far a tie elsewhere
+    assert compare(*answers, compiled) == Agreement(different=1)
+    assert compare(*answers, engine) == Agreement(ties=1)
+
+
+def test_a_forward_pass_that_fails_while_a_tie_is_looked_at_is_named(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: ModelRunner, batch: object) -> object:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(ModelRunner, "forward", fail)
+    ask = Ask("a", [1, 2], 1)
+    with pytest.raises(EngineError, match=r"two answers that part were looked at: .*the device is gone"):
+        compare([Answer(ask, 0.0, [3], [1.0])], [Answer(ask, 0.0, [4], [1.0])], engine)
 
 
 def test_the_next_number_of_a_type() -> None:

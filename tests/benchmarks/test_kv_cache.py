@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,29 @@ def test_all_ways_make_the_same_tokens_and_take_the_memory_of_the_formula(
     assert "not measured" not in out
 
 
+@pytest.mark.parametrize(
+    ("kind", "dtype", "shape"),
+    [
+        ("GPT2", "float32", {"bos_token_id": 0, "eos_token_id": 0}),
+        ("GPT2", "bf16", {"bos_token_id": 0, "eos_token_id": 0, "num_attention_heads": 2}),
+        ("Llama", "bf16", {"head_dim": 32}),
+    ],
+)
+def test_the_ways_agree_in_other_families_and_types(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, dtype: str, shape: dict[str, int]
+) -> None:
+    model = str(save_tiny_model(tmp_path / "model", kind, **shape))
+    sizes = ("--requests", "3", "--new-tokens", "2", "30", "--prompt-len", "7", "--dtype", dtype)
+    assert bench(model, *sizes, "--json", str(tmp_path / "r.json")) == 0
+    results = json.loads((tmp_path / "r.json").read_text())
+    ways = results["races"][0]["ways"]
+    assert ways["reserved whole"]["tokens"]["compared"] > 90
+    assert all(way["bytes_of_tensors"] == way["bytes"] for way in ways.values())
+    if results["same_bits"]:
+        assert all(way["tokens"]["ties"] == way["tokens"]["one_step"] == 0 for way in ways.values())
+        assert "the compiled kernels give the same bits in all four ways" in capsys.readouterr().out
+
+
 def test_a_prompt_of_whole_blocks_has_room_for_its_first_token(tiny_model: str, tmp_path: Path) -> None:
     sizes = ("--requests", "2", "--new-tokens", "1", "17", "--prompt-len", "16", "--dtype", "float32")
     assert bench(tiny_model, *sizes, "--json", str(tmp_path / "r.json")) == 0
@@ -95,16 +119,16 @@ def test_different_tokens_are_a_failure(
 ) -> None:
     step = ContiguousWay.step
 
-    def worst_at_the_end(self: ContiguousWay, tokens: Tokens) -> Tokens:
+    def another_one_in_the_middle(self: ContiguousWay, tokens: Tokens) -> Tokens:
         made = step(self, tokens)
         if self.keeps and tokens.shape == (1, 20):
-            made[0] = int(self._logits[0].argmin())
+            made[0] = (made[0] + 1) % 64
         return made
 
     def gap(self: ContiguousWay, request: int, token: int) -> LogitGap:
         return LogitGap(9.0, 0.125)
 
-    monkeypatch.setattr(ContiguousWay, "step", worst_at_the_end)
+    monkeypatch.setattr(ContiguousWay, "step", another_one_in_the_middle)
     monkeypatch.setattr(ContiguousWay, "logit_gap", gap)
     assert bench(tiny_model, *SIZES, "--json", str(tmp_path / "r.json")) == 1
     out = capsys.readouterr().out
@@ -230,15 +254,17 @@ def test_memory_by_hand() -> None:
     held = {kind: shape.held(kind, num_requests=3, prompt_len=5, num_new=4) for kind in Kind}
     # Each of 3 requests has K and V of 8 tokens; the last of the 4 new ones has none yet.
     assert held[Kind.NOTHING] == Held(0, 0)
-    assert held[Kind.GROWN] == Held(240 + 3 * 7 * 5, 240)
+    assert held[Kind.GROWN] == Held(240 + 3 * 8 * 5, 240), "7 tokens, which are being copied, take two blocks as well"
     assert held[Kind.RESERVED] == Held(600, 240)
     assert held[Kind.PAGED] == Held(240, 240)
     assert shape.held(Kind.PAGED, 3, 5, 5) == Held(360, 270)
     assert shape.held(Kind.PAGED, 3, 8, 1) == Held(360, 240), "a block more for the first token"
-    assert shape.held(Kind.GROWN, 1, 5, 1) == Held(50, 50)
+    assert shape.held(Kind.GROWN, 1, 5, 1) == Held(80, 50)
+    assert shape.held(Kind.GROWN, 1, 5, 5) == Held(120 + 40, 90)
+    assert replace(shape, max_len=21).held(Kind.RESERVED, 1, 5, 1) == Held(240, 50)
     assert (held[Kind.RESERVED].wasted, held[Kind.RESERVED].waste_share) == (360, 0.6)
     fits = {kind: shape.requests_that_fit(kind, 1000, 5, 5) for kind in Kind}
-    assert fits == {Kind.NOTHING: None, Kind.GROWN: 1000 // 130, Kind.RESERVED: 5, Kind.PAGED: 8}
+    assert fits == {Kind.NOTHING: None, Kind.GROWN: 1000 // 160, Kind.RESERVED: 5, Kind.PAGED: 8}
 
 
 def test_tensors_that_differ_from_the_formula_are_an_error() -> None:
@@ -292,6 +318,14 @@ def test_ties_and_steps_are_said_apart_with_their_counts() -> None:
         "one_step": 2,
         "different": 0,
     }
+
+
+def test_equal_tokens_of_compiled_kernels_are_equal_bits() -> None:
+    results = Results(32, (16,), 2**30, KvShape(23_040, 30, 16, 48), [Race(1)], same_bits=True)
+    results.races[0].laps[Kind.GROWN].compared = 900
+    assert "All 900 tokens compared are the same" in next(cache_report.sentences(results))
+    results.races[0].laps[Kind.GROWN].parted[Parting.DIFFERENT] = 1
+    assert not any("same bits" in sentence for sentence in cache_report.sentences(results))
 
 
 def test_each_time_says_of_how_many_runs_it_is_the_median() -> None:

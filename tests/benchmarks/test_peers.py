@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pageframe.benchmarks.experiments import peers
-from pageframe.benchmarks.experiments.floor import Floors, Machine
+from pageframe.benchmarks.experiments.floor import Floors, Machine, StoredBytes
 from pageframe.benchmarks.experiments.offline_throughput import Work
 from pageframe.benchmarks.experiments.peers_engines import (
     LLAMA,
@@ -165,7 +165,7 @@ def test_llama_cpp_takes_the_time_of_its_own_benchmark(
 def test_the_floor_of_a_work_by_hand() -> None:
     model = ModelConfig("llama", 100, 8, 20, 2, 4, 2, 2, 64, 1e-5)
     layers, output, kv = 2 * (8 * 24 + 3 * 8 * 20), 100 * 8, 32
-    slow_memory = Floors(model, "bf16", Machine(bandwidth=1.0, flops=1e30))
+    slow_memory = Floors(model, StoredBytes(2 * layers, 2 * output, kv), Machine(bandwidth=1.0, flops=1e30))
     # Two prompts of 10 in chunks of 16, then two steps of both, behind 11 and 12 tokens.
     expected = 2 * 2 * (layers + output) + 2 * 2 * (layers + output) + 2 * (11 + 12) * kv
     assert peers.floor_seconds(slow_memory, Work(2, 10, 3), 16) == pytest.approx(expected)

@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 
 from pageframe.api.cli import main
 from pageframe.benchmarks.experiments import floor, phases_measure, phases_report
-from pageframe.benchmarks.experiments.floor import Floor, Floors, Machine, measure_machine
+from pageframe.benchmarks.experiments.floor import Floor, Floors, Machine, StoredBytes, measure_floors, measure_machine
 from pageframe.benchmarks.experiments.offline_throughput import Work, floor_seconds
 from pageframe.benchmarks.experiments.phases_report import Cell, Results
 from pageframe.benchmarks.experiments.report import TimeBudget
-from pageframe.runtime.config import ModelConfig
+from pageframe.kernels.cpu import BuildError, CpuKernels, load
+from pageframe.runtime.config import EngineConfig, ModelConfig
 from pageframe.runtime.engine import Engine
+from pageframe.runtime.engine_builder import build_engine
 from pageframe.runtime.model_runner import ModelRunner
 from pageframe.runtime.request import RequestOutput
 
@@ -39,6 +42,8 @@ CONFIG = ModelConfig(
 #: Of both layers: q and o of 8 x 8, k and v of 8 x 4, and three MLP matrices of 8 x 20.
 LAYER_WEIGHTS = 2 * (8 * 24 + 3 * 8 * 20)
 OUTPUT_WEIGHTS = 100 * 8
+#: As bf16: 2 bytes each, and K and V of 2 layers and 2 heads of 2 elements.
+STORED = StoredBytes(2 * LAYER_WEIGHTS, 2 * OUTPUT_WEIGHTS, 32)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +55,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def one_thread_and_a_wide_terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A tiny model's operations are too small to share out among threads, above all on a busy machine; to measure the
     machine takes longer than all of them."""
-    monkeypatch.setattr(phases_measure, "measure_machine", lambda *_: Machine(bandwidth=1e13, flops=1e15))
+    monkeypatch.setattr(floor, "measure_machine", lambda *_: Machine(bandwidth=1e13, flops=1e15))
     threads = torch.get_num_threads()
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})
     monkeypatch.setenv("COLUMNS", "160")
@@ -65,21 +70,22 @@ def bench(model: str, *flags: str) -> int:
 def test_floors_by_hand() -> None:
     slow_memory, slow_products = Machine(bandwidth=1.0, flops=1e30), Machine(bandwidth=1e30, flops=1.0)
     weight_bytes = 2 * (LAYER_WEIGHTS + OUTPUT_WEIGHTS)
-    # K and V of 2 layers, 2 heads of 2 elements, 2 bytes each: 32 bytes a token.
-    assert Floors(CONFIG, "bf16", slow_memory).decode([10, 20]) == Floor(weight_bytes + 30 * 32, "reading")
-    assert Floors(CONFIG, "float32", slow_memory).decode([10]) == Floor(2 * weight_bytes + 10 * 64, "reading")
+    assert Floors(CONFIG, STORED, slow_memory).decode([10, 20]) == Floor(weight_bytes + 30 * 32, "reading")
+    four_bits = StoredBytes(LAYER_WEIGHTS // 2, OUTPUT_WEIGHTS, 64)
+    stored = LAYER_WEIGHTS // 2 + OUTPUT_WEIGHTS
+    assert Floors(CONFIG, four_bits, slow_memory).decode([10]) == Floor(stored + 10 * 64, "reading")
     # Chunks of 4, 4 and 2 tokens, behind 0, 4 and 8 others; behind 5 cached ones, behind 5, 9 and 13.
     chunks = 2 * (3 * LAYER_WEIGHTS + OUTPUT_WEIGHTS)
-    assert Floors(CONFIG, "bf16", slow_memory).prefill(10, 4) == Floor(chunks + (4 + 8) * 32, "reading")
-    cached = Floors(CONFIG, "bf16", slow_memory).prefill(10, 4, start=5)
+    assert Floors(CONFIG, STORED, slow_memory).prefill(10, 4) == Floor(chunks + (4 + 8) * 32, "reading")
+    cached = Floors(CONFIG, STORED, slow_memory).prefill(10, 4, start=5)
     assert cached == Floor(chunks + (5 + 9 + 13) * 32, "reading")
     # Attention: 4 flops for each key seen, element, head and layer.
     decode = 2 * 2 * (LAYER_WEIGHTS + OUTPUT_WEIGHTS) + 30 * 4 * 2 * 4 * 2
-    assert Floors(CONFIG, "bf16", slow_products).decode([10, 20]) == Floor(decode, "arithmetic")
+    assert Floors(CONFIG, STORED, slow_products).decode([10, 20]) == Floor(decode, "arithmetic")
     prefill = 2 * (3 * LAYER_WEIGHTS + OUTPUT_WEIGHTS) + (1 + 2 + 3) * 4 * 2 * 4 * 2
-    assert Floors(CONFIG, "bf16", slow_products).prefill(3, 8) == Floor(prefill, "arithmetic")
+    assert Floors(CONFIG, STORED, slow_products).prefill(3, 8) == Floor(prefill, "arithmetic")
     behind = prefill + 3 * 5 * 4 * 2 * 4 * 2
-    assert Floors(CONFIG, "bf16", slow_products).prefill(3, 8, start=5) == Floor(behind, "arithmetic")
+    assert Floors(CONFIG, STORED, slow_products).prefill(3, 8, start=5) == Floor(behind, "arithmetic")
 
 
 def test_a_machine_s_speeds_are_those_of_its_fastest_pass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,8 +98,37 @@ def test_a_machine_s_speeds_are_those_of_its_fastest_pass(monkeypatch: pytest.Mo
     assert measure_machine(torch.device("cpu"), torch.float32) == Machine(bandwidth=2000, flops=2 * 8**3 / 4)
 
 
+def test_the_kernels_products_count_where_they_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Kernels:
+        def linear(self, rows: torch.Tensor, weight: object) -> torch.Tensor:
+            return rows
+
+    times = iter([0, 2, 0, 4, 0, 1])  # reading, the product of matrices, the kernels' linear
+    monkeypatch.setattr(floor.time, "perf_counter", lambda: float(next(times)))
+    for name, value in (("PASSES", 1), ("READ_BYTES", 4000), ("MATRIX_SIZE", 8), ("LINEAR_SIZE", 32)):
+        monkeypatch.setattr(floor, name, value)
+    machine = measure_machine(torch.device("cpu"), torch.bfloat16, cast(CpuKernels, Kernels()))
+    assert machine == Machine(bandwidth=2000, flops=2 * floor.LINEAR_ROWS * 32**2)
+
+
+@pytest.mark.parametrize(("weights", "layers"), [("bf16", 2.0), ("file", 0.625)])
+def test_an_engine_s_floor_counts_the_bytes_that_it_holds(weights: str, layers: float) -> None:
+    try:
+        load()
+    except BuildError as error:
+        pytest.skip(f"no compiled kernels: {error}")
+    engine = build_engine(EngineConfig(dtype="bf16", weights=weights, num_blocks=4, max_model_len=64))
+    floors = measure_floors(engine)
+    # The default model: 30 layers of 3.54 million weights in Q4_1, an output matrix of 49,152 x 576 in Q8_0.
+    layer_weights = 30 * 576 * ((2 * 9 + 2 * 3) * 64 + 3 * 1536)
+    output = 49152 * 576 * (2.0 if weights == "bf16" else 1.0625)
+    kv = 2 * 30 * 3 * 64 * 2
+    assert floors.machine.bandwidth == 1e13
+    assert floors.decode([100]).seconds * 1e13 == pytest.approx(layer_weights * layers + output + 100 * kv)
+
+
 def test_offline_throughput_s_floor_is_that_of_its_decode_steps() -> None:
-    floors = Floors(CONFIG, "bf16", Machine(bandwidth=1.0, flops=1e30))
+    floors = Floors(CONFIG, STORED, Machine(bandwidth=1.0, flops=1e30))
     # The first of 4 tokens is made by the prompt's own steps, the others with 11, 12 and 13 tokens of each request.
     assert floor_seconds(floors, Work(requests=3, prompt=10, output=4)) == (
         3 * 2 * (LAYER_WEIGHTS + OUTPUT_WEIGHTS) + 3 * (11 + 12 + 13) * 32
@@ -104,13 +139,13 @@ def test_a_window_bounds_what_is_read() -> None:
     machine = Machine(bandwidth=1.0, flops=1e30)
     windowed = CONFIG.replace(windows=(4, None))
     assert (
-        Floors(CONFIG, "bf16", machine).decode([10]).seconds - Floors(windowed, "bf16", machine).decode([10]).seconds
+        Floors(CONFIG, STORED, machine).decode([10]).seconds - Floors(windowed, STORED, machine).decode([10]).seconds
         == 6 * 16
     )
 
 
 def test_a_prompt_behind_a_window_reads_what_its_first_query_sees() -> None:
-    windowed = Floors(CONFIG.replace(windows=(4, None)), "bf16", Machine(bandwidth=1.0, flops=1e30))
+    windowed = Floors(CONFIG.replace(windows=(4, None)), STORED, Machine(bandwidth=1.0, flops=1e30))
     # Of 10 tokens before it, the first query sees 3 besides itself in one layer, all in the other.
     assert windowed.prefill(5, 8, start=10).seconds - windowed.prefill(5, 8).seconds == (3 + 10) * 16
 

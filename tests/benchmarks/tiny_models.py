@@ -25,5 +25,5 @@ def save_tiny_model(folder: Path, kind: str = "Llama", **changes: Any) -> Path:
     }
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**(shape | changes))
-    getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(folder)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder

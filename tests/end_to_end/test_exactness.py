@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 
 from pageframe.benchmarks.experiments import exactness
+from pageframe.kernels.cpu import BuildError, load
 
 NUM_PROMPTS = 8
 NUM_TOKENS = 64
@@ -38,6 +39,23 @@ def assert_it_happened(way: exactness.Way, outcome: exactness.Outcome) -> None:
         assert outcome.chunked_steps > 0
     if way.name == "tiny pool, poisoned":
         assert outcome.preemptions > 0
+
+
+def test_weights_as_the_file_stores_them_give_the_oracles_tokens_and_the_same_in_any_schedule() -> None:
+    try:
+        load()
+    except BuildError as error:
+        pytest.skip(f"no compiled kernels: {error}")
+    precision = exactness.PRECISIONS["file"]
+    way = exactness.SCHEDULING_WAYS[-1]
+    outcome = exactness.run_way(way, prompts(), NUM_TOKENS, precision)
+    verdict = exactness.judge(exactness.load_oracle(), outcome.prompts, outcome.outputs, tolerance=precision.tolerance)
+    assert verdict.wrong == 0, f"{verdict.wrong} of {verdict.tokens} tokens are off by up to {verdict.worst_gap}"
+    assert_it_happened(way, outcome)
+    alone = exactness.SoloAnswers([way], prompts(), NUM_TOKENS, precision)
+    assert alone.num_different(outcome) == 0
+    outcome.outputs[2][5] += 1
+    assert alone.num_different(outcome) == 1
 
 
 def test_a_wrong_token_is_noticed() -> None:

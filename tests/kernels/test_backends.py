@@ -7,10 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from pageframe.kernels.attention import Backend, UnsupportedError, select_backend
+from pageframe.kernels.attention import Backend, UnsupportedError, kv_cache_shape, select_backend
+
+from .cases import Step
 
 CPU = torch.device("cpu")
 REPOSITORY = Path(__file__).parents[2]
@@ -42,6 +45,19 @@ def test_block_sizes_that_are_refused(backend: Backend, block_size: int) -> None
 def test_cache_dtypes_that_are_refused(backend: Backend, dtype: torch.dtype) -> None:
     with pytest.raises(UnsupportedError, match=f"K/V dtype is {dtype}"):
         backend.check_supported(64, 16, dtype)
+
+
+def test_scales_are_refused(backend: Backend, device: torch.device) -> None:
+    codes = torch.zeros(kv_cache_shape(2, 1, 16, 64), dtype=torch.int8, device=device)
+    scales = torch.ones(codes.shape[:4], device=device)
+    one = torch.ones(1, 1, 64, device=device)
+    step = Step(np.zeros(1, np.int32), np.ones(1, np.int32), np.array([0, 1], np.int32), num_decode=1)
+    plan = backend.plan_attention(step, torch.zeros(1, 1, dtype=torch.int32, device=device), 16)
+    message = f"int8 codes with scales; the {backend.name} backend does not have them"
+    with pytest.raises(UnsupportedError, match=message):
+        backend.write_kv(one, one, codes, torch.zeros(1, dtype=torch.int64, device=device), scales)
+    with pytest.raises(UnsupportedError, match=message):
+        backend.paged_attention(one, codes, plan, scale=1.0, kv_scales=scales)
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 32, 256])

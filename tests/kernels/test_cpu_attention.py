@@ -16,6 +16,7 @@ import torch
 from pageframe.kernels.attention import UnsupportedError, kv_cache_shape
 from pageframe.kernels.cpu import build
 from pageframe.kernels.cpu.backend import CpuBackend
+from pageframe.kernels.kv_pool import KvPool
 
 from .cases import Case, Shape, Step, make_case, make_layer
 from .oracle import attend, write
@@ -189,8 +190,9 @@ def test_nothing_to_write(cpu: CpuBackend) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_cache_dtypes_that_are_refused(cpu: CpuBackend, dtype: torch.dtype) -> None:
-    with pytest.raises(UnsupportedError, match=f"K/V dtype is {dtype}; the cpu backend needs torch.bfloat16"):
+    with pytest.raises(UnsupportedError, match=f"K/V dtype is {dtype}; .* one of torch.bfloat16, torch.int8"):
         cpu.check_supported(64, 16, dtype)
+    cpu.check_supported(64, 16, torch.int8)
 
 
 @pytest.mark.parametrize("head_dim", [0, 16, 80, 288])
@@ -226,6 +228,15 @@ def test_int8_write_is_the_nearest_code(cpu: CpuBackend, rng: np.random.Generato
     untouched[[0, 0, 1, 1], [0, 3, 0, 15]] = False
     assert (kv_cache.permute(0, 3, 1, 2, 4)[untouched] == 7).all()
     assert scales.permute(0, 3, 1, 2)[untouched].isnan().all()
+
+
+def test_a_head_of_nan_stays_one(cpu: CpuBackend) -> None:
+    """Codes are always numbers, so it is the scale that shows it."""
+    kv_cache = torch.zeros(kv_cache_shape(1, 1, 16, 64), dtype=torch.int8)
+    scales = torch.zeros(kv_cache.shape[:4])
+    cpu.write_kv(torch.full((1, 1, 64), torch.nan), torch.ones(1, 1, 64), kv_cache, torch.tensor([5]), scales)
+    assert scales[0, 0, 0].isnan().tolist() == [slot == 5 for slot in range(16)]
+    assert not scales[0, 1].isnan().any()
 
 
 @pytest.mark.parametrize("shape", [Shape(), Shape(window=21, softcap=2.0, block_size=4), Shape(head_dim=96)], ids=str)
@@ -293,9 +304,14 @@ def run(cpu: CpuBackend, prompts: Sequence[Prompt], steps: Sequence[Sequence[tup
     """
     shape = prompts[0].shape
     starts = np.cumsum([0] + [len(prompt.table) + 3 for prompt in prompts])
-    kv_cache = torch.full(
-        kv_cache_shape(int(starts[-1]), shape.num_kv_heads, shape.block_size, shape.head_dim), torch.nan, dtype=BF16
+    pool = KvPool(
+        1,
+        kv_cache_shape(int(starts[-1]), shape.num_kv_heads, shape.block_size, shape.head_dim),
+        shape.dtype,
+        torch.device("cpu"),
     )
+    pool.fill(range(starts[-1]), torch.nan)
+    kv_cache, kv_scales = pool.caches[0], pool.scales[0] if pool.scales else None
     tables = torch.full((len(prompts), max(len(prompt.table) for prompt in prompts)), -1, dtype=torch.int32)
     for row, prompt in enumerate(prompts):
         tables[row, : len(prompt.table)] = prompt.table + starts[row]
@@ -305,7 +321,7 @@ def run(cpu: CpuBackend, prompts: Sequence[Prompt], steps: Sequence[Sequence[tup
         for row, begin, end in parts:
             positions = torch.arange(begin, end)
             slots = tables[row, positions // shape.block_size].long() * shape.block_size + positions % shape.block_size
-            cpu.write_kv(prompts[row].k[begin:end], prompts[row].v[begin:end], kv_cache, slots)
+            cpu.write_kv(prompts[row].k[begin:end], prompts[row].v[begin:end], kv_cache, slots, kv_scales)
         batch = Step(
             rows=np.array([row for row, _, _ in parts], np.int32),
             context_lens=np.array([end for _, _, end in parts], np.int32),
@@ -315,7 +331,13 @@ def run(cpu: CpuBackend, prompts: Sequence[Prompt], steps: Sequence[Sequence[tup
         plan = cpu.plan_attention(batch, tables, shape.block_size)
         q = torch.cat([prompts[row].q[begin:end] for row, begin, end in parts])
         out = cpu.paged_attention(
-            q, kv_cache, plan, scale=shape.head_dim**-0.5, window=shape.window, softcap=shape.softcap
+            q,
+            kv_cache,
+            plan,
+            scale=shape.head_dim**-0.5,
+            window=shape.window,
+            softcap=shape.softcap,
+            kv_scales=kv_scales,
         )
         for (row, begin, end), part in zip(parts, out.split([end - begin for _, begin, end in parts]), strict=True):
             results[row][begin:end] = part
@@ -336,6 +358,8 @@ BIT_SHAPES = [
     Shape(group=1, num_kv_heads=1, head_dim=96, block_size=4, dtype=BF16, window=70),
     Shape(group=5, num_kv_heads=1, head_dim=32, block_size=64, dtype=BF16, softcap=3.0),
     Shape(group=2, num_kv_heads=2, head_dim=128, block_size=1, dtype=BF16, window=200),
+    Shape(dtype=torch.int8),
+    Shape(group=2, num_kv_heads=1, head_dim=96, block_size=4, dtype=torch.int8, window=150),
 ]
 
 

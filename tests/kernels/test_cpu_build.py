@@ -14,6 +14,7 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -174,6 +175,30 @@ def test_other_text_is_another_library(source: Path, cache: Path, compiler: Comp
     assert Builder(source, AVX2).load().functions.answer() == (42 if changed == "a new header" else 43)
     assert compiler.compilations() == 2
     assert len(kept(cache)) == 2
+
+
+def test_a_new_library_ends_those_that_nobody_used_for_a_month(source: Path, cache: Path) -> None:
+    used, unused, others = 29 * 86400.0, 31 * 86400.0, cache / "somebody's own"
+    for isa, age in ((AVX512, unused), (AVX2, used)):
+        before = set(kept(cache))
+        Builder(source, isa).load()
+        (library,) = set(kept(cache)) - before
+        os.utime(library.parent, (0, time.time() - age))
+    others.mkdir()
+    os.utime(others, (0, 0))
+    (source.parent / "answer.h").write_text("#define ANSWER 43\n")
+    Builder(source, AVX2).load()
+    assert len(kept(cache)) == 2
+    assert library in kept(cache)
+    assert others.is_dir()
+
+
+def test_a_library_counts_as_used_when_it_is_loaded(source: Path, cache: Path) -> None:
+    Builder(source, AVX2).load()
+    (library,) = kept(cache)
+    os.utime(library.parent, (0, 0))
+    Builder(source, AVX2).load()
+    assert time.time() - library.parent.stat().st_mtime < 86400
 
 
 @pytest.mark.parametrize("changed", ["compiler's version", "compiler's path", "torch", "OpenMP", "instruction set"])

@@ -16,6 +16,7 @@ from pageframe.kernels.attention import kv_cache_shape
 from pageframe.kernels.cpu import BuildError, CpuKernels
 from pageframe.kernels.cpu import load as load_kernels
 from pageframe.kernels.cpu.backend import CpuBackend
+from pageframe.kernels.kv_pool import KvPool
 from pageframe.runtime.config import ModelConfig
 from pageframe.runtime.models.config import load_model_config
 from pageframe.runtime.models.decoder import Decoder
@@ -56,14 +57,20 @@ def kernels() -> CpuKernels:
 
 
 def run(
-    decoder: Decoder, kernels: CpuKernels, prompts: Sequence[Sequence[int]], chunk: int, threads: int = 2
+    decoder: Decoder,
+    kernels: CpuKernels,
+    prompts: Sequence[Sequence[int]],
+    chunk: int,
+    threads: int = 2,
+    kv_dtype: torch.dtype = torch.bfloat16,
 ) -> list[Tensor]:
     """Logits of each prompt, float32 [tokens, vocab_size], all prompts together in chunks, over a pool of NaN."""
     config, backend = decoder.config, CpuBackend(kernels.library)
     blocks_each = -(-max(len(prompt) for prompt in prompts) // BLOCK_SIZE)
     table = torch.randperm(len(prompts) * blocks_each).int().view(len(prompts), -1)
     shape = kv_cache_shape(table.numel(), config.num_kv_heads, BLOCK_SIZE, config.head_dim)
-    pools = [torch.full(shape, torch.nan, dtype=torch.bfloat16) for _ in range(config.num_layers)]
+    pool = KvPool(config.num_layers, shape, kv_dtype, CPU)
+    pool.fill(range(table.numel()), torch.nan)
     results: list[list[Tensor]] = [[] for _ in prompts]
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -78,7 +85,7 @@ def run(
             query_start = np.cumsum([0] + [end - start for end in ends])
             step = OneRequest(*(np.array(x, np.int32) for x in (rows, ends, query_start)), num_decode=0)
             plan = backend.plan_attention(step, table, BLOCK_SIZE)
-            hidden = decoder.forward(torch.tensor(tokens), positions, pools, slots, plan, backend)
+            hidden = decoder.forward(torch.tensor(tokens), positions, pool.caches, slots, plan, backend, pool.scales)
             logits = decoder.logits(hidden)
             for row, first, last in zip(rows, query_start, query_start[1:], strict=False):
                 results[row].append(logits[first:last])
@@ -121,6 +128,19 @@ def test_the_bits_depend_on_nothing_but_the_request(kernels: CpuKernels, changes
     for chunk, threads in ((512, 1), (512, 2), (7, 2), (64, 3)):
         together = run(decoder, kernels, prompts, chunk, threads)
         assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True)), f"chunks of {chunk}"
+
+
+@pytest.mark.parametrize("changes", [{}, {"windows": (40, None, 17)}, {"intermediate_size": 80}], ids=str)
+def test_int8_keys_and_values(kernels: CpuKernels, changes: dict[str, Any]) -> None:
+    """Close to the exact ones, and as independent of others; in compiled layers, and (80) in composed ones."""
+    ours, torchs = decoders(kernels, CONFIG.replace(**changes))
+    prompts = random_prompts(150, 20, 33)
+    logits = run(ours, kernels, prompts, chunk=64, kv_dtype=torch.int8)
+    exact = logits_of(torchs, prompts[0])
+    assert (logits[0] - exact).abs().mean() < 0.03 * exact.abs().mean()
+    assert not torch.equal(logits[0], run(ours, kernels, prompts, chunk=64)[0]), "K and V should have been rounded"
+    alone = [run(ours, kernels, [prompt], chunk=1, threads=1, kv_dtype=torch.int8)[0] for prompt in prompts]
+    assert all(torch.equal(a, b) for a, b in zip(alone, logits, strict=True))
 
 
 def test_arg_max_is_that_of_the_logits(kernels: CpuKernels) -> None:

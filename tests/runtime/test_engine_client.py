@@ -14,10 +14,11 @@ import zmq.asyncio
 from fakes.chain_hash import ChainHashModel
 from fakes.engines import tiny_config
 
-from pageframe.runtime import engine_client
+from pageframe.runtime import engine_launch
 from pageframe.runtime.config import EngineConfig
 from pageframe.runtime.engine import Engine
 from pageframe.runtime.engine_client import EngineClient, OutputQueue
+from pageframe.runtime.engine_launch import launch_engine
 from pageframe.runtime.engine_process import EngineLoop
 from pageframe.runtime.errors import EngineDeadError, InvalidRequestError, StartupError
 from pageframe.runtime.request import SamplingParams, choice_ids
@@ -27,9 +28,13 @@ PROMPT = list(range(1, 12))
 
 
 def test_an_engine_that_ends_before_it_connects_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_client.sys, "executable", "/bin/false")
+    monkeypatch.setattr(engine_launch.sys, "executable", "/bin/false")
+
+    async def start() -> None:
+        await EngineClient.start(await launch_engine(), EngineConfig())
+
     with pytest.raises(StartupError, match="ended with code 1 before it was ready"):
-        asyncio.run(asyncio.wait_for(EngineClient.start(EngineConfig()), timeout=60))
+        asyncio.run(asyncio.wait_for(start(), timeout=60))
 
 
 class PausedEngine(Engine):
