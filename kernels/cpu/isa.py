@@ -56,7 +56,7 @@ INSTRUCTION_SETS = (
 
 # From Linux's asm/prctl.h and asm/unistd_64.h.
 _SYS_ARCH_PRCTL = 158
-_ARCH_GET_XCOMP_SUPP = 0x1021
+_ARCH_REQ_XCOMP_PERM = 0x1023
 _XFEATURE_XTILE_DATA = 18
 
 
@@ -70,14 +70,13 @@ def processor_flags() -> frozenset[str]:
         raise BuildError(f"they are for Linux on x86-64, and this is {sys.platform} on {platform.machine()}")
     found = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     flags = frozenset(found[1].split()) if found else frozenset()
-    return flags if _system_keeps_tiles() else flags - {"amx_tile"}
+    return flags if _system_permits_tiles() else flags - {"amx_tile"}
 
 
-def _system_keeps_tiles() -> bool:
-    """Whether the kernel saves AMX's tiles: older ones show the flags of a processor that they cannot serve."""
-    features = ctypes.c_uint64(0)
-    status = ctypes.CDLL(None).syscall(_SYS_ARCH_PRCTL, _ARCH_GET_XCOMP_SUPP, ctypes.byref(features))
-    return status == 0 and bool(features.value >> _XFEATURE_XTILE_DATA & 1)
+def _system_permits_tiles() -> bool:
+    """Whether this process may use AMX's tiles, which it has to ask for: older kernels show the flags of a processor
+    whose tiles they do not save, and refuse."""
+    return bool(ctypes.CDLL(None).syscall(_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILE_DATA) == 0)
 
 
 def choose(processor: frozenset[str], wish: str) -> tuple[InstructionSet, ...]:

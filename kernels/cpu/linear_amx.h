@@ -195,8 +195,9 @@ class PieceProducts {
     void compute(const Piece& piece, const Epilogue& epilogue) const {
         const int64_t most = piece.row_end - piece.row <= kTileRows ? kMostSums : kUnpackedStrips;
         for (Piece part = piece; part.strip < piece.strip_end; part.strip = part.strip_end) {
-            const int64_t left = std::min(most, piece.strip_end - part.strip);
-            part.strip_end = part.strip + (left == 3 ? 2 : left);
+            int64_t strips = most;
+            while (strips > piece.strip_end - part.strip) strips /= 2;
+            part.strip_end = part.strip + strips;
             compute_strips(part, epilogue);
         }
     }

@@ -29,26 +29,9 @@ static_assert(sizeof(TileConfiguration) == 64);
 #include "linear_amx_emulated.h"
 #else
 
-#include <sys/syscall.h>
-#include <unistd.h>
-
-#include <cstdio>
-#include <cstdlib>
-
 namespace pageframe {
 
-// Linux lets a process use tiles once it has asked, for all its threads. isa.py chooses AMX only where the system keeps
-// tiles, so a refusal is a limit on this process; without tiles the first product would end it with less to read.
-inline bool require_tiles() {
-    constexpr long kRequestPermission = 0x1023, kTileData = 18;  // asm/prctl.h
-    if (syscall(SYS_arch_prctl, kRequestPermission, kTileData) != 0) {
-        std::fputs("pageframe: the system refuses AMX to this process; set PAGEFRAME_CPU_ISA=avx512\n", stderr);
-        std::abort();
-    }
-    return true;
-}
-
-[[maybe_unused]] static const bool tiles_permitted = require_tiles();  // when the library is loaded
+// Linux lets a process use tiles once it has asked; isa.py asks before it chooses AMX.
 
 inline void configure_tiles(const TileConfiguration& configuration) {
     asm volatile("ldtilecfg %0" : : "m"(configuration));

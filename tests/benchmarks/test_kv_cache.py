@@ -84,7 +84,7 @@ def test_all_ways_make_the_same_tokens_and_take_the_memory_of_the_formula(
 @pytest.mark.parametrize(
     ("kind", "dtype", "shape"),
     [
-        ("GPT2", "float32", {"bos_token_id": 0, "eos_token_id": 0}),
+        ("GPT2", "float32", {"bos_token_id": 0, "eos_token_id": 0, "num_key_value_heads": 4}),
         ("GPT2", "bf16", {"bos_token_id": 0, "eos_token_id": 0, "num_attention_heads": 2}),
         ("Llama", "bf16", {"head_dim": 32}),
     ],

@@ -198,7 +198,8 @@ def test_a_matrix_of_another_format_is_rounded_to_bf16(kernels: CpuKernels, tmp_
     )
     (prompt,) = random_prompts(20, vocab_size=config.vocab_size)
     one, other = run(kept, kernels, [prompt], 32)[0], run(rounded, kernels, [prompt], 32)[0]
-    assert not torch.equal(one, other), "the Q8_0 matrix should have kept its values"
+    if kernels.instruction_set != "amx":  # its tiles multiply values rounded to bf16, whatever they are stored as
+        assert not torch.equal(one, other), "the Q8_0 matrix should have kept its values"
     assert (one - other).abs().mean() < 0.05 * other.abs().mean()
 
 
