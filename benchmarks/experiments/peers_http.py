@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,11 +48,11 @@ LOADS = (Load(8, 128, 128), Load(32, 128, 128))
 QUICK_LOADS = (Load(2, 16, 4, rounds=1),)
 
 
-def serve_own(flags: Sequence[str]) -> PeerServer:
-    """`pageframe serve` as it is, with these flags beside."""
+def serve_own(flags: Sequence[str], variables: Mapping[str, str] | None = None) -> PeerServer:
+    """`pageframe serve` as it is, with these flags and environment variables beside."""
     port = free_port()
     command = [sys.executable, "-m", "pageframe.api.cli", "serve", "--port", str(port), *flags]
-    return PeerServer(OURS, f"http://127.0.0.1:{port}", command, os.environ)
+    return PeerServer(OURS, f"http://127.0.0.1:{port}", command, os.environ | dict(variables or {}))
 
 
 def serve_vllm(installation: VllmInstallation, longest: int) -> PeerServer:
