@@ -40,8 +40,8 @@ async def end_engine(process: asyncio.subprocess.Process) -> None:
 def without_collections() -> Iterator[None]:
     """Python looks for no garbage in this block, nor ever after in what it made.
 
-    Imports make hundreds of thousands of objects that stay. Looking them through again and again is a fifth of the time
-    that importing torch takes, and later each full collection would be a pause of a tenth of a second.
+    Imports make hundreds of thousands of objects that stay. Looking them through again and again is an eighth of
+    the time that importing torch takes, and later each full collection would be a pause of a tenth of a second.
     """
     gc.disable()
     try:
