@@ -255,6 +255,7 @@ def test_every_answer_is_that_of_the_solo_run() -> None:
     assert all(counts[what] > 0 for what in HAPPENED), counts
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("settings", [{"weights": "bf16"}, {"kv_dtype": "int8"}], ids=["weights bf16", "K/V int8"])
 def test_in_other_arithmetics_too(settings: dict[str, str]) -> None:
     counts = check(settings, SEED, 6, [BUSY])
