@@ -12,6 +12,7 @@ from pageframe.kernels.attention import Backend, UnsupportedError, select_backen
 from pageframe.kernels.cpu import BuildError, CpuKernels, load
 from pageframe.runtime.config import EngineConfig, ModelConfig
 from pageframe.runtime.errors import ConfigError
+from pageframe.runtime.models.compiled import can_compile
 from pageframe.runtime.models.loader import stores_blocks
 from pageframe.runtime.models.source import ModelSource
 
@@ -31,6 +32,7 @@ class Arithmetic:
         backend: the attention kernels.
         kernels: the compiled CPU engine, where it computes.
         keep_blocks: weights stay as the file stores them.
+        batch_invariant: an answer's bits do not depend on what else is in the batch.
         notes: what the machine lacks and what that costs.
     """
 
@@ -41,6 +43,7 @@ class Arithmetic:
     backend: Backend
     kernels: CpuKernels | None = None
     keep_blocks: bool = False
+    batch_invariant: bool = False
     notes: tuple[str, ...] = ()
 
     @property
@@ -75,13 +78,20 @@ def choose_arithmetic(config: EngineConfig, model: ModelConfig, source: ModelSou
         compute, notes = _without_kernels(lack)
     kv = TORCH_DTYPES[config.stored_kv_dtype]
     backend = _backend(config, model, device, kv, kernels)
-    if not notes and (kernels is None or backend.name != "cpu"):
-        reason = lack or f"attention is the {backend.name} backend's"
+    reason = lack or _what_torch_computes(model, backend)
+    if reason and not notes:
         notes = (
             f"An answer's last bits may depend on what else is in the batch ({reason}): "
             "only the compiled CPU engine's never do.",
         )
-    return Arithmetic(device, storage, kv, compute, backend, kernels, keep_blocks, notes)
+    return Arithmetic(device, storage, kv, compute, backend, kernels, keep_blocks, not reason, notes)
+
+
+def _what_torch_computes(model: ModelConfig, backend: Backend) -> str:
+    """What is left to torch's operations beside the compiled engine's linears; "" for nothing."""
+    if backend.name != "cpu":
+        return f"attention is the {backend.name} backend's"
+    return "" if can_compile(model) else "this kind of layer is put together from torch's operations"
 
 
 def _device(config: EngineConfig) -> torch.device:

@@ -69,7 +69,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         weights=arithmetic.weights,
         kv_dtype=config.stored_kv_dtype,
         instruction_set=arithmetic.kernels.instruction_set if arithmetic.kernels else "",
-        batch_invariant=arithmetic.kernels is not None and arithmetic.backend.name == "cpu",
+        batch_invariant=arithmetic.batch_invariant,
         block_size=config.block_size,
         num_blocks=pool.num_blocks,
         max_model_len=pool.max_model_len,

@@ -12,9 +12,11 @@ from pageframe.kernels.cpu.arena import Arena
 from pageframe.kernels.cpu.engine import CompiledLayer, CpuKernels, LayerShape
 from pageframe.kernels.cpu.isa import BuildError
 from pageframe.kernels.cpu.linear import PackedWeight
-from pageframe.kernels.cpu.packing import STRIP, pack_bf16, pack_blocks
+from pageframe.kernels.cpu.packing import BLOCK_BYTES, GROUP, STRIP, pack_bf16, pack_blocks
 
 __all__ = [
+    "BLOCK_BYTES",
+    "GROUP",
     "STRIP",
     "Arena",
     "BuildError",

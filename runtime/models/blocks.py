@@ -11,14 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-GROUP = 32
-#: Bytes of one group. "Q4_0": value = scale * (code - 8); "Q4_1": scale * code + minimum; "Q8_0": scale * code.
-GROUP_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}
+from pageframe.kernels.cpu import BLOCK_BYTES, GROUP
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockMatrix:
-    """A matrix in one of the formats of GROUP_BYTES.
+    """A matrix in one of the formats of BLOCK_BYTES: "Q4_0" (a value is scale * (code - 8)), "Q4_1" (scale * code +
+    minimum) or "Q8_0" (scale * code).
 
     Args:
         format: its name.
@@ -31,11 +30,11 @@ class BlockMatrix:
     @property
     def shape(self) -> tuple[int, int]:
         """(out_features, in_features)."""
-        return self.data.shape[0], self.data.shape[1] // GROUP_BYTES[self.format] * GROUP
+        return self.data.shape[0], self.data.shape[1] // BLOCK_BYTES[self.format] * GROUP
 
     def rows(self, ids: Tensor) -> Tensor:
         """The values of some rows, float32 [len(ids), in_features]."""
-        groups = self.data.index_select(0, ids).view(len(ids), -1, GROUP_BYTES[self.format])
+        groups = self.data.index_select(0, ids).view(len(ids), -1, BLOCK_BYTES[self.format])
         scale = _halves(groups, 0)
         if self.format == "Q8_0":
             values = scale * groups[:, :, 2:].view(torch.int8)

@@ -15,10 +15,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from pageframe.kernels.cpu import CpuKernels
+from pageframe.kernels.cpu import BLOCK_BYTES, CpuKernels
 from pageframe.runtime.config import ModelConfig
 from pageframe.runtime.errors import MemoryPlanError, ModelError
-from pageframe.runtime.models.blocks import GROUP_BYTES, BlockMatrix
+from pageframe.runtime.models.blocks import BlockMatrix
 from pageframe.runtime.models.compiled import can_compile
 from pageframe.runtime.models.config import read_json
 from pageframe.runtime.models.decoder import Decoder, DecoderWeights
@@ -86,7 +86,7 @@ def stores_blocks(source: ModelSource) -> bool:
     """Whether some matrices of the model are stored in a format of few bits that a BlockMatrix can hold."""
     if source.kind != "gguf":
         return False
-    return any(tensor.type_name in GROUP_BYTES for tensor in source.gguf.tensors.values())
+    return any(tensor.type_name in BLOCK_BYTES for tensor in source.gguf.tensors.values())
 
 
 @contextmanager
@@ -345,7 +345,7 @@ class _GgufStore:
 
     def read_blocks(self, name: str) -> BlockMatrix | None:
         tensor = self._file.tensors[self.stored_name(name)]
-        if tensor.type_name not in GROUP_BYTES or len(tensor.shape) != 2:
+        if tensor.type_name not in BLOCK_BYTES or len(tensor.shape) != 2:
             return None
         # A copy: the file may be replaced while it is served.
         data = torch.from_numpy(self._file.read_blocks(tensor).copy())

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pageframe.kernels.cpu import STRIP, CpuKernels, PackedWeight, pack_bf16, pack_blocks
-from pageframe.runtime.models.blocks import GROUP, BlockMatrix
+from pageframe.kernels.cpu import GROUP, STRIP, CpuKernels, PackedWeight, pack_bf16, pack_blocks
+from pageframe.runtime.models.blocks import BlockMatrix
 
 #: The number of rows oneDNN is told to pack for. One layout serves every row count, so the arithmetic is one.
 _PACK_ROWS = 32

@@ -8,10 +8,11 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 
-from pageframe.runtime.models.blocks import GROUP_BYTES, BlockMatrix
+from pageframe.kernels.cpu import BLOCK_BYTES
+from pageframe.runtime.models.blocks import BlockMatrix
 
 
-@pytest.mark.parametrize("name", sorted(GROUP_BYTES))
+@pytest.mark.parametrize("name", sorted(BLOCK_BYTES))
 def test_rows_have_the_values_that_the_file_means(name: str) -> None:
     kind = GGMLQuantizationType[name]
     values = np.random.default_rng(0).normal(size=(7, 96)).astype(np.float32)
