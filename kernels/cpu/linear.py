@@ -13,9 +13,6 @@ from pageframe.kernels.cpu.structs import LinearWeight, address
 
 __all__ = ["LinearMaps", "PackedWeight"]
 
-#: In the order of linear_entry.h.
-_FUNCTIONS = ("silu", "gelu_tanh", "gelu")
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedWeight:
@@ -48,9 +45,9 @@ class LinearMaps:
         self._linear = library.pageframe_linear
         self._linear.restype = None
         self._linear.argtypes = [ctypes.POINTER(LinearWeight), pointer, pointer, number, ctypes.c_int]
-        self._activated = library.pageframe_activated_linear
-        self._activated.restype = None
-        self._activated.argtypes = [*self._linear.argtypes, ctypes.c_int, ctypes.c_int]
+        self._gated = library.pageframe_gated_linear
+        self._gated.restype = None
+        self._gated.argtypes = self._linear.argtypes
         self._arg_max = library.pageframe_arg_max
         self._arg_max.restype = None
         self._arg_max.argtypes = [ctypes.POINTER(LinearWeight), pointer, pointer, pointer, number, ctypes.c_int]
@@ -72,26 +69,22 @@ class LinearMaps:
         self._linear(weight.struct, x.data_ptr(), out.data_ptr(), len(x), torch.get_num_threads())
         return out
 
-    def activated(self, x: Tensor, weight: PackedWeight, function: str, *, gated: bool) -> Tensor:
-        """A function of each number that `linear` would give, rounded as activations are.
+    def gated(self, x: Tensor, weight: PackedWeight) -> Tensor:
+        """silu(gate) * up, rounded as activations are, where gate is what the first half of the outputs gives and up what
+        the second does.
 
         Args:
-            function: "silu", "gelu_tanh" or "gelu".
-            gated: the weight was packed `interleaved`; what its first half of the outputs gives goes through the
-                function and is multiplied by the second half's.
+            weight: packed `interleaved`.
 
         Returns:
-            float32 [rows, n], or [rows, n / 2] if gated.
+            float32 [rows, n / 2].
 
         Raises:
-            ValueError: as `linear`, or another function.
+            ValueError: as `linear`.
         """
         _check("x", x, (len(x), weight.values.k))
-        if function not in _FUNCTIONS:
-            raise ValueError(f"function must be one of {', '.join(_FUNCTIONS)}; it is {function!r}")
-        out = x.new_empty(len(x), weight.values.n // 2 if gated else weight.values.n)
-        threads, number = torch.get_num_threads(), _FUNCTIONS.index(function)
-        self._activated(weight.struct, x.data_ptr(), out.data_ptr(), len(x), threads, number, gated)
+        out = x.new_empty(len(x), weight.values.n // 2)
+        self._gated(weight.struct, x.data_ptr(), out.data_ptr(), len(x), torch.get_num_threads())
         return out
 
     def arg_max(self, x: Tensor, weight: PackedWeight) -> tuple[Tensor, Tensor]:

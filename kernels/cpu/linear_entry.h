@@ -42,14 +42,6 @@ void linear_by_team(const LinearWeight& weight, const float* x, int64_t rows, in
 inline float as_float(Bf16 value) { return to_float(value); }
 inline float as_float(float value) { return value; }
 
-// Calls with the function that Python numbers so.
-template <class Call>
-void with_function(int function, Call call) {
-    if (function == 0) return call(Silu{});
-    if (function == 1) return call(GeluTanh{});
-    call(Gelu{});
-}
-
 }  // namespace pageframe
 
 // out float32 [rows, n] = x @ W.T + bias.
@@ -74,19 +66,12 @@ extern "C" void pageframe_arg_max(const pageframe::LinearWeight* weight, const f
     }
 }
 
-// out float32 [rows, n] = function(x @ W.T + bias); gated: [rows, n / 2] = function(gate) * up, with the strips of gate
-// and up taking turns. Rounded as activations are.
-extern "C" void pageframe_activated_linear(const pageframe::LinearWeight* weight, const float* x, float* out,
-                                           int64_t rows, int threads, int function, int gated) {
+// out float32 [rows, n / 2] = silu(gate) * up, with the strips of gate and up taking turns; rounded as activations are.
+extern "C" void pageframe_gated_linear(const pageframe::LinearWeight* weight, const float* x, float* out, int64_t rows,
+                                       int threads) {
     using namespace pageframe;
-    const int64_t width = gated ? weight->n / 2 : weight->n;
+    const int64_t width = weight->n / 2;
     std::vector<Act> rounded(rows * width);
-    with_function(function, [&](auto chosen) {
-        using Function = decltype(chosen);
-        if (gated)
-            linear_by_team(*weight, x, rows, threads, [&](int) { return Gated<Function>{rounded.data(), width}; });
-        else
-            linear_by_team(*weight, x, rows, threads, [&](int) { return Activated<Function>{rounded.data(), width}; });
-    });
+    linear_by_team(*weight, x, rows, threads, [&](int) { return GatedSilu{rounded.data(), width}; });
     for (int64_t i = 0; i < rows * width; ++i) out[i] = as_float(rounded[i]);
 }

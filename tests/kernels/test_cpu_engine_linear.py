@@ -112,13 +112,6 @@ def test_without_a_bias_sums_start_from_zero(maps: LinearMaps) -> None:
         assert torch.equal(maps.linear(torch.zeros(3, 64), weight), torch.zeros(3, 20))
 
 
-FUNCTIONS = {
-    "silu": torch.nn.functional.silu,
-    "gelu": torch.nn.functional.gelu,
-    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
-}
-
-
 def assert_near(given: torch.Tensor, expected: torch.Tensor, identity: torch.Tensor) -> None:
     """Within an activation's rounding, and within few of float32's of what the identity function would give."""
     error = (given.double() - expected).abs()
@@ -126,26 +119,15 @@ def assert_near(given: torch.Tensor, expected: torch.Tensor, identity: torch.Ten
     assert (error <= relative * expected.abs() + 4e-7 * identity.abs()).all()
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_an_activated_linear_is_the_function_of_its_sums(maps: LinearMaps, function: str) -> None:
-    weight, _, _ = make_weight("Q4_1", 83, 64)
-    x = make_rows(21, 64)
-    sums = maps.linear(x, weight).double()
-    assert_near(maps.activated(x, weight, function, gated=False), FUNCTIONS[function](sums), sums)
-
-
 @pytest.mark.parametrize("weight_format", FORMATS)
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_a_gated_linear_multiplies_the_second_half_by_the_function_of_the_first(
-    maps: LinearMaps, function: str, weight_format: str
-) -> None:
+def test_a_gated_linear_multiplies_its_halves(maps: LinearMaps, weight_format: str) -> None:
     plain, _, _ = make_weight(weight_format, 160, 64, bias=False)
     interleaved, _, _ = make_weight(weight_format, 160, 64, bias=False, interleaved=True)
     for rows in (1, 7, 40):
         x = make_rows(rows, 64)
         gate, up = maps.linear(x, plain).double().split(80, dim=1)
-        given = maps.activated(x, interleaved, function, gated=True)
-        assert_near(given, FUNCTIONS[function](gate) * up, gate * up)
+        given = maps.gated(x, interleaved)
+        assert_near(given, torch.nn.functional.silu(gate) * up, gate * up)
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)
@@ -183,7 +165,5 @@ def test_what_a_linear_cannot_read_is_refused(maps: LinearMaps) -> None:
         maps.linear(torch.zeros(2, 64), weight)
     with pytest.raises(ValueError, match="x must be contiguous float32"):
         maps.arg_max(torch.zeros(32, 2).T, weight)
-    with pytest.raises(ValueError, match="function must be one of silu, gelu_tanh, gelu; it is 'relu'"):
-        maps.activated(torch.zeros(2, 32), weight, "relu", gated=False)
     with pytest.raises(ValueError, match=r"bias must be contiguous float32 \[16\]"):
         PackedWeight(values, torch.zeros(17))
