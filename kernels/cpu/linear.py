@@ -70,8 +70,7 @@ class LinearMaps:
         return out
 
     def gated(self, x: Tensor, weight: PackedWeight) -> Tensor:
-        """silu(gate) * up, rounded as activations are, where gate is what the first half of the outputs gives and up what
-        the second does.
+        """silu(gate) * up, rounded as activations are; gate is what the first half of the outputs gives, up the second.
 
         Args:
             weight: packed `interleaved`.
