@@ -88,7 +88,8 @@ class FakeOpenAI:
         self.cached_tokens = 0
         self.probes: list[dict[str, Any]] = []
         self.calls: list[Call] = []
-        self.gone: list[str] = []  # prompts whose client went away before the end
+        self._gone: list[str] = []  # prompts whose client went away before the end
+        self._one_more_gone = threading.Condition()
         self.arrived = asyncio.Condition()
         self._pieces: dict[str, int] = {}
 
@@ -100,6 +101,13 @@ class FakeOpenAI:
         """Until that many requests of the load have arrived."""
         async with self.arrived:
             await self.arrived.wait_for(lambda: len(self.calls) >= count)
+
+    def wait_for_gone(self, count: int) -> list[str]:
+        """The prompts whose clients went away before the end, once they are that many. For another thread: the
+        server learns of a closed connection some time after the client has ended."""
+        with self._one_more_gone:
+            self._one_more_gone.wait_for(lambda: len(self._gone) >= count, timeout=10.0)
+            return list(self._gone)
 
     def app(self) -> web.Application:
         app = web.Application()
@@ -130,7 +138,9 @@ class FakeOpenAI:
         try:
             return await script(call) or call.response
         except (asyncio.CancelledError, ConnectionResetError):
-            self.gone.append(call.prompt)
+            with self._one_more_gone:
+                self._gone.append(call.prompt)
+                self._one_more_gone.notify_all()
             raise
 
     def _refuse_key(self, request: web.Request) -> web.Response | None:

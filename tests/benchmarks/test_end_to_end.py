@@ -200,7 +200,7 @@ def test_cancelled_requests_close_their_connection_after_their_tokens(client: Cl
     client.server.default = answer
     assert client.run("--cancel-rate", "0.4", "--output-len", "6", prompts=prompts) == 0
     assert (client.summary["cancelled"], client.summary["completed"]) == (4, 6)
-    assert sorted(client.server.gone) == sorted(prompts[index] for index in cancelled)
+    assert sorted(client.server.wait_for_gone(4)) == sorted(prompts[index] for index in cancelled)
     for request in client.requests:
         wanted = cancelled.get(request["index"])
         assert request["outcome"] == ("ok" if wanted is None else "cancelled")
