@@ -154,7 +154,10 @@ def measure_chunks(bench: Bench, part: Part, seconds: float) -> None:
 
     def run(way: str, budget: TimeBudget) -> None:
         engine = bench.renew(
-            max_num_requests=sizes.chunk_requests, max_num_batched_tokens=budgets[way], prefix_cache=False
+            max_num_requests=sizes.chunk_requests,
+            max_num_batched_tokens=budgets[way],
+            mixed_token_budget=None,
+            prefix_cache=False,
         )
         answers = serve(engine, chunk_asks(sizes, bench.vocab_size, bench.seed), budget)
         part.keep(way, gap_metrics(answers), answers, bench.renew())

@@ -135,7 +135,22 @@ def sentences(results: Results) -> Iterator[str]:
             f"From {few:,} to {many:,} new tokens of {_requests(results.races[0])} the total time grows with the power "
             f"{' and '.join(slopes)}."
         )
+    yield from _faster_than_the_square(results)
     yield _memory_in_words(results)
+
+
+def _faster_than_the_square(results: Results) -> Iterator[str]:
+    """Without a cache each token attends from every position before it to every other: a sum of squares."""
+    lap = results.races[0].laps[Kind.NOTHING]
+    growth = results.growth(lap, Kind.NOTHING)
+    if growth is None or growth.square_passed_at is None:
+        return
+    passed, share = growth.square_passed_at, growth.parts(lap.last)[2] / growth.seconds(lap.last)
+    beyond = f", beyond the {lap.last:,} measured" if passed > lap.last else ""
+    yield (
+        f"Without a cache the total of {_requests(results.races[0])} has a part that grows with the cube of the tokens, "
+        f"{share:.0%} at {lap.last:,} as fitted: from {passed:,.0f} tokens on{beyond} it grows faster than their square."
+    )
 
 
 def _partings(results: Results) -> Iterator[str]:

@@ -28,6 +28,14 @@ class Growth:
         """The three terms at `num_tokens`."""
         return self.linear * num_tokens, self.quadratic * num_tokens**2, self.cubic * num_tokens**3
 
+    @property
+    def square_passed_at(self) -> float | None:
+        """The number of tokens from which on the time grows faster than their square, None for none.
+
+        The exponent n * seconds'(n) / seconds(n) is above 2 exactly where cubic * n^3 is above linear * n.
+        """
+        return math.sqrt(self.linear / self.cubic) if self.cubic > 0 else None
+
 
 def fit_growth(seconds: Mapping[int, float], order: int) -> Growth:
     """The growth that fits the times of single tokens best (least squares), with no term below zero.

@@ -1,10 +1,11 @@
-"""How many threads serve best, and how long they spin for one another before they sleep, with the server under load.
+"""How many threads serve best, how long they spin for one another before they sleep, and whether each stays on a core
+of its own, with the server under load.
 
-    python -m pageframe.benchmarks.experiments.thread_policies [--threads 1 2] [--spins 1000 10000 100000] [--busy]
-        [--streams 8] [--repeats 3] [--quick]
+    python -m pageframe.benchmarks.experiments.thread_policies [--threads 1 2] [--spins 1000 10000 100000]
+        [--bind false true] [--busy] [--streams 8] [--repeats 3] [--quick]
 
-Each policy is a server of its own (`pageframe serve --threads N`, GOMP_SPINCOUNT in its environment); all get the same
-closed loop from the same client, in turns, while the others stand still. The engine's threads, the HTTP process and the
+Each policy is a server of its own (`pageframe serve --threads N`, GOMP_SPINCOUNT and OMP_PROC_BIND in its environment);
+all get the same closed loop from the same client, in turns, while the others stand still. The engine's threads, the HTTP process and the
 client share the machine's cores. With --busy one more process uses a core all the time. The table has medians.
 """
 
@@ -17,6 +18,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from statistics import median
 
 from rich.console import Console
@@ -30,16 +32,19 @@ from pageframe.benchmarks.experiments.peers_process import PeerError, PeerServer
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Threads of the forward pass, and GOMP_SPINCOUNT."""
+    """Threads of the forward pass, GOMP_SPINCOUNT and OMP_PROC_BIND."""
 
     threads: int
     spins: int
+    bind: str
 
     def __str__(self) -> str:
-        return f"{self.threads} threads, {self.spins:,} spins"
+        bound = ", bound to cores" if self.bind == "true" else ""
+        return f"{self.threads} threads, {self.spins:,} spins{bound}"
 
     def serve(self) -> PeerServer:
-        return serve_own(["--threads", str(self.threads)], {"GOMP_SPINCOUNT": str(self.spins)})
+        environment = {"GOMP_SPINCOUNT": str(self.spins), "OMP_PROC_BIND": self.bind}
+        return serve_own(["--threads", str(self.threads)], environment)
 
 
 @contextlib.contextmanager
@@ -101,12 +106,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--spins", type=count, nargs="+", default=[1_000, 10_000, 100_000], help="GOMP_SPINCOUNTs to try"
     )
+    parser.add_argument(
+        "--bind", choices=("false", "true"), nargs="+", default=["false"], help="OMP_PROC_BINDs to try"
+    )
     parser.add_argument("--streams", type=count, default=8, help="requests at once (default: 8)")
     parser.add_argument("--repeats", type=count, default=3, help="runs of each (default: 3)")
     parser.add_argument("--busy", action="store_true", help="one more process uses a core all the time")
     parser.add_argument("--quick", action="store_true", help="toy sizes, to see that it runs")
     options = parser.parse_args(arguments)
-    policies = [Policy(threads, spins) for threads in dict.fromkeys(options.threads) for spins in options.spins]
+    choices = product(dict.fromkeys(options.threads), options.spins, options.bind)
+    policies = [Policy(threads, spins, bind) for threads, spins, bind in choices]
     load = Load(options.streams, 128, 128)
     if options.quick:
         policies, load, options.repeats = policies[:2], Load(2, 16, 4, rounds=1), 1

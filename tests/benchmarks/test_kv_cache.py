@@ -21,7 +21,7 @@ from pageframe.benchmarks.experiments.cache_ways import (
     PagedWay,
     Tokens,
 )
-from pageframe.benchmarks.experiments.growth import fit_growth, log_slope, running_totals
+from pageframe.benchmarks.experiments.growth import Growth, fit_growth, log_slope, running_totals
 from pageframe.benchmarks.experiments.ties import LogitGap, Parting
 from pageframe.runtime.model_runner import ModelRunner
 
@@ -283,6 +283,23 @@ def test_a_polynomial_is_found_again(terms: tuple[float, float, float]) -> None:
     assert growth.seconds(200) == pytest.approx(total[200])
 
 
+def test_faster_than_the_square_from_where_the_cube_outweighs_the_linear_part() -> None:
+    growth = Growth(linear=0.01, quadratic=2e-5, cubic=1e-8)
+    assert growth.square_passed_at == pytest.approx(1000)
+    slopes = [log_slope((n, growth.seconds(n)), (n + 1, growth.seconds(n + 1))) for n in (990, 1010)]
+    assert slopes[0] < 2 < slopes[1]
+    assert Growth(linear=0.01, quadratic=2e-5, cubic=0.0).square_passed_at is None
+
+
+@pytest.mark.parametrize(("last", "beyond"), [(300, ", beyond the 300 measured"), (2000, "")])
+def test_the_cubic_part_is_told_in_words(last: int, beyond: str) -> None:
+    results = Results(32, (16, last), 2**30, KvShape(23_040, 30, 16, last), [Race(1)])
+    total = [0.01 * n + 1e-8 * n**3 for n in range(last + 1)]
+    results.races[0].laps[Kind.NOTHING].seconds = {n: [total[n] - total[n - 1]] for n in range(1, last + 1)}
+    (cubic,) = (words for words in cache_report.sentences(results) if "cube" in words)
+    assert f"{1e-8 * last**3 / total[last]:.0%} at {last:,} as fitted: from 1,000 tokens on{beyond} it grows" in cubic
+
+
 def test_no_term_is_below_zero() -> None:
     growth = fit_growth({n: 1.0 - n * 1e-3 for n in range(1, 100)}, 3)
     assert growth.linear > 0
@@ -343,7 +360,7 @@ def test_words_are_computed_and_say_what_is_missing() -> None:
     for race, seconds, last in ((results.races[0], 0.1, 256), (results.races[1], 0.02, 64)):
         race.laps[Kind.NOTHING].seconds = {token: [seconds * token] for token in range(1, last + 1)}
         race.laps[Kind.PAGED].seconds = {token: [0.1] for token in range(1, 257)}
-    growing, powers, memory = cache_report.sentences(results)
+    growing, powers, memory = cache_report.sentences(results)  # no part of it grows with the cube
     # Sums of 0.1 k against 0.1 n: (n + 1) / 2.
     assert "With 1 request yes: it is 8.5 times as fast as no cache at 16 new tokens and 128.5 times at 256." in growing
     assert (
