@@ -21,7 +21,7 @@ from pageframe.api.plan_drawing import draw_details, draw_plan, save_plot
 from pageframe.runtime import memory_plan
 from pageframe.runtime.config import DEFAULT_MODEL, EngineConfig, ModelConfig
 from pageframe.runtime.errors import ConfigError, StartupError
-from pageframe.runtime.memory_plan import PoolSize
+from pageframe.runtime.memory_plan import PoolSize, num_parameters
 from pageframe.runtime.memory_tables import block_size_rows, dtype_rows, heads_rows, requests_that_fit
 from pageframe.runtime.models.config import load_model_config
 from pageframe.runtime.models.source import resolve_source
@@ -70,7 +70,7 @@ class Plan:
     """The numbers of one plan. Sizes in bytes.
 
     Args:
-        kv_dtype: what K and V are stored as: "bf16", "float32" or "int8".
+        kv_dtype: what K and V are stored as: "bf16", "float32", "int8" or "fp8".
         weight_bytes: an estimate from the model's shape; None where only the shape of K and V is known.
         pool_rule: what the pool's size follows from, in words.
     """
@@ -342,16 +342,6 @@ def _fit(tokens: int, num_blocks: int, block_size: int, max_model_len: int) -> F
         paged=requests_that_fit(tokens, num_blocks, block_size),
         reserved=num_blocks * block_size // max_model_len,
     )
-
-
-def num_parameters(model: ModelConfig) -> int:
-    """Weights of the decoder, counted from its shape; biases and the norms of q and k, which are few, left out."""
-    hidden = model.hidden_size
-    attention = 2 * hidden * model.head_dim * (model.num_heads + model.num_kv_heads)
-    layer = attention + (2 + model.gated_mlp) * hidden * model.intermediate_size + 2 * hidden
-    embeddings = model.vocab_size * hidden * (1 if model.tie_word_embeddings else 2)
-    positions = (model.learned_positions or 0) * hidden
-    return model.num_layers * layer + embeddings + positions + hidden
 
 
 def plan_json(plan: Plan, measured: MeasuredPool | None = None) -> dict[str, Any]:

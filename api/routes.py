@@ -16,7 +16,7 @@ from pageframe.api.service import STUCK_AFTER_SECONDS, ServerState, Service
 
 _STARTED = int(time.time())
 #: What GET /version tells of the ResolvedConfig.
-_ARITHMETIC = (
+_TOLD = (
     "device",
     "instruction_set",
     "threads",
@@ -25,6 +25,9 @@ _ARITHMETIC = (
     "compute_dtype",
     "weights",
     "kv_dtype",
+    "graphs",
+    "max_num_batched_tokens",
+    "mixed_token_budget",
     "batch_invariant",
     "notes",
 )
@@ -62,7 +65,7 @@ async def version(state: ServerState, request: Request) -> Response:
     content: dict[str, Any] = {"version": number}
     if state.service is not None:
         resolved = state.service.client.resolved
-        content |= {"model": resolved.model_name} | {name: getattr(resolved, name) for name in _ARITHMETIC}
+        content |= {"model": resolved.model_name} | {name: getattr(resolved, name) for name in _TOLD}
     return json_response(content)
 
 

@@ -8,13 +8,16 @@ import torch
 
 from pageframe.kernels.attention import fill_block, read_block
 
+#: What K and V are stored as where they are codes with scales: int8, and fp8 e4m3 as NVIDIA's and AMD's GPUs have it.
+CODE_DTYPES = (torch.int8, torch.float8_e4m3fn, torch.float8_e4m3fnuz)
+
 
 class KvPool:
     """Blocks in every layer. Their memory is taken once, here.
 
     Args:
         shape: of one layer, see `kv_cache_shape`.
-        dtype: what K and V are stored as; torch.int8 is for codes with scales.
+        dtype: what K and V are stored as; those of CODE_DTYPES are for codes with scales.
 
     Attributes:
         caches: each layer's K and V, as backends take them.
@@ -26,12 +29,12 @@ class KvPool:
         values = torch.empty((num_layers, *shape), dtype=dtype, device=device)
         self.caches = values.unbind(0)
         self.scales: tuple[torch.Tensor, ...] | None = None
-        #: [num_layers, num_blocks, …]
+        #: [num_layers, num_blocks, …], codes as bytes: torch does not index every type of them.
         self._tensors = [values]
-        if dtype == torch.int8:
+        if dtype in CODE_DTYPES:
             scales = torch.empty(values.shape[:-1], dtype=torch.float32, device=device)
             self.scales = scales.unbind(0)
-            self._tensors.append(scales)
+            self._tensors = [values.view(torch.uint8), scales]
 
     @property
     def nbytes(self) -> int:
@@ -40,13 +43,22 @@ class KvPool:
 
     def read(self, layer: int, block_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See `read_block`."""
-        return read_block(self.caches[layer], block_id, self._scales_of(layer))
+        if self.scales is None:
+            return read_block(self.caches[layer], block_id)
+        only = slice(block_id, block_id + 1)
+        return read_block(self.caches[layer][only].float(), 0, self.scales[layer][only])
 
     def fill(self, block_ids: Sequence[int], value: float) -> None:
-        """Overwrite whole blocks in every layer; see `fill_block`."""
+        """Set every slot of these blocks, in every layer, to `value`: NaN poisons what nobody may read."""
         ids = torch.tensor(block_ids, dtype=torch.int64, device=self._device)
-        for layer, kv_cache in enumerate(self.caches):
-            fill_block(kv_cache, ids, value, self._scales_of(layer))
+        if self.scales is None:
+            for kv_cache in self.caches:
+                fill_block(kv_cache, ids, value)
+            return
+        codes, scales = self._tensors
+        one = torch.ones(1, dtype=self.caches[0].dtype).view(torch.uint8)
+        codes.index_fill_(1, ids, int(one))
+        scales.index_fill_(1, ids, value)
 
     def copy_from(self, source: KvPool, src_ids: Sequence[int], dst_ids: Sequence[int]) -> None:
         """Copy, in every layer, block src_ids[i] of `source`, which may be this pool, over block dst_ids[i]. All are
@@ -55,6 +67,3 @@ class KvPool:
         dst = torch.tensor(dst_ids, dtype=torch.int64, device=self._device)
         for theirs, ours in zip(source._tensors, self._tensors, strict=True):
             ours.index_copy_(1, dst, theirs.index_select(1, src).to(self._device))
-
-    def _scales_of(self, layer: int) -> torch.Tensor | None:
-        return None if self.scales is None else self.scales[layer]

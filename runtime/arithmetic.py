@@ -18,7 +18,15 @@ from pageframe.runtime.models.source import ModelSource
 
 logger = logging.getLogger(__name__)
 
-TORCH_DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32, "int8": torch.int8}
+#: The compute capability from which on NVIDIA's GPUs have bf16.
+MIN_CAPABILITY = (8, 0)
+#: fp8 as NVIDIA's GPUs have it; `_stored_kv` gives that of the device.
+TORCH_DTYPES = {
+    "bf16": torch.bfloat16,
+    "float32": torch.float32,
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +74,14 @@ def choose_arithmetic(config: EngineConfig, model: ModelConfig, source: ModelSou
     keep_blocks = _keeps_blocks(config, source, kernels, lack)
     if config.weights == "bf16" and storage != torch.bfloat16:
         raise ConfigError(f"weights is 'bf16', but dtype is {config.dtype!r}; it must be 'bf16'")
-    if config.kv_dtype == "int8" and kernels is None:
-        raise ConfigError(
-            f"kv_dtype is 'int8', but only the compiled CPU engine has it, and it does not compute here: {lack}"
-        )
+    _check_codes(config, device, kernels, lack)
     compute = storage
     notes: tuple[str, ...] = ()
     if kernels is not None:
         compute = torch.float32
     elif storage == torch.bfloat16 and device.type == "cpu":
         compute, notes = _without_kernels(lack)
-    kv = TORCH_DTYPES[config.stored_kv_dtype]
-    backend = _backend(config, model, device, kv, kernels)
+    backend, kv = _backend(config, model, device, kernels)
     reason = lack or _what_torch_computes(model, backend)
     if reason and not notes:
         notes = (
@@ -147,20 +151,74 @@ def _cpu_multiplies_bf16() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
+def _check_codes(config: EngineConfig, device: torch.device, kernels: CpuKernels | None, lack: str) -> None:
+    """Refuse codes for K and V where no kernels for them compute; the Triton backend says itself which it has."""
+    on_triton = config.backend == "triton" or (config.backend == "auto" and device.type == "cuda")
+    if config.kv_dtype == "auto" or on_triton:
+        return
+    if config.kv_dtype == "fp8":
+        raise ConfigError("kv_dtype is 'fp8', but only the triton backend has it, on a GPU")
+    if kernels is None:
+        raise ConfigError(
+            "kv_dtype is 'int8', but only the compiled CPU engine and the triton backend have it; the first does not "
+            f"compute here: {lack}"
+        )
+
+
 def _backend(
-    config: EngineConfig, model: ModelConfig, device: torch.device, kv: torch.dtype, kernels: CpuKernels | None
-) -> Backend:
-    """The attention kernels asked for; left open, the compiled ones where they have this head size, or alone int8."""
+    config: EngineConfig, model: ModelConfig, device: torch.device, kernels: CpuKernels | None
+) -> tuple[Backend, torch.dtype]:
+    """The attention kernels asked for, and what they store K and V as; left open, the compiled ones where they have
+    this head size, or alone int8."""
     names = [config.backend]
     if config.backend == "auto" and kernels is not None:
-        names = ["cpu"] if kv == torch.int8 else ["cpu", "reference"]
+        names = ["cpu"] if config.kv_dtype == "int8" else ["cpu", "reference"]
     for name in names:
         try:
             backend = select_backend(name, device)
+            if backend.name == "triton":
+                _check_gpu(device)
+            kv = _stored_kv(config, device)
             backend.check_supported(head_dim=model.head_dim, block_size=config.block_size, dtype=kv)
-            return backend
+            return backend, kv
         except UnsupportedError as error:
             if name == names[-1]:
-                asked = "kv_dtype is 'int8', but " if kv == torch.int8 else ""
+                asked = "" if config.kv_dtype == "auto" else f"kv_dtype is {config.kv_dtype!r}, but "
                 raise ConfigError(f"{asked}{error}") from error
     raise AssertionError("one of the names either is supported or raises")
+
+
+def _check_gpu(device: torch.device) -> None:
+    """Refuse a GPU that Triton's kernels are not for.
+
+    Raises:
+        UnsupportedError: it is one of NVIDIA's, and too old for bf16.
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability < MIN_CAPABILITY:
+        raise UnsupportedError(
+            f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}; the triton "
+            "backend needs 8.0 or later, or one of AMD's GPUs; device can be 'cpu'"
+        )
+
+
+def _stored_kv(config: EngineConfig, device: torch.device) -> torch.dtype:
+    """What K and V are stored as.
+
+    Raises:
+        UnsupportedError: it is fp8, and this device has none.
+    """
+    if config.kv_dtype != "fp8":
+        return TORCH_DTYPES[config.stored_kv_dtype]
+    # Imported only when wanted: it pulls in the compiler. Only the Triton backend has fp8.
+    from pageframe.kernels.triton.dtypes import fp8_dtype
+
+    dtype = fp8_dtype(device)
+    if dtype is None:
+        raise UnsupportedError(
+            f"{torch.cuda.get_device_name(device)} does not compute with it: NVIDIA's GPUs do from compute capability "
+            "8.9 on, AMD's gfx942 does; it can be 'auto' or 'int8'"
+        )
+    return dtype

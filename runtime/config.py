@@ -12,7 +12,7 @@ from pageframe.runtime.errors import ConfigError
 DEFAULT_MODEL = "default"
 DTYPES = ("bf16", "float32")
 WEIGHTS = ("auto", "bf16", "file")
-KV_DTYPES = ("auto", "int8")
+KV_DTYPES = ("auto", "int8", "fp8")
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "cpu", "reference", "triton")
 CONTEXT_FULL = ("stop", "slide")
@@ -24,6 +24,7 @@ LIMITS = {
     "max_model_len": (1, 2**31 - 1),
     "max_num_requests": (1, 65_536),
     "max_num_batched_tokens": (1, 2**24),
+    "mixed_token_budget": (1, 2**24),
     "host_cache": (1, 2**60),
     "slide_by": (1, 2**31 - 1),
     "seed": (-(2**63), 2**63 - 1),
@@ -72,7 +73,8 @@ class EngineConfig:
     )
     kv_dtype: str = flag(
         "auto",
-        "how K and V are held: in the arithmetic's type (auto), or rounded to int8, in about half of bf16's memory",
+        "how K and V are held: in the arithmetic's type (auto), or rounded to int8 or, on a GPU that has it, fp8, in "
+        "about half of bf16's memory",
         choices=KV_DTYPES,
     )
     max_model_len: int | None = flag(
@@ -80,6 +82,13 @@ class EngineConfig:
     )
     max_num_requests: int = flag(256, "most requests that run at once", unit="requests")
     max_num_batched_tokens: int = flag(512, "token budget of one step", unit="tokens")
+    mixed_token_budget: int | None = flag(
+        None,
+        "token budget of a step in which requests decode, so that prompts do not hold up their next tokens; default: "
+        "what this CPU computes in 35 ms, measured at start; on a GPU as --max-num-batched-tokens",
+        unit="tokens",
+    )
+    graphs: bool = flag(True, "on a GPU, record decode steps at start and replay them: launches cost more than kernels")
     prefix_cache: bool = flag(True, "find prefixes that were computed before and share their blocks")
     host_cache: int | None = flag(
         None, "host memory for blocks that leave the KV pool, such as 2GiB; default: none", unit="bytes"
@@ -102,8 +111,8 @@ class EngineConfig:
         _check_choice("backend", self.backend, BACKENDS)
         _check_choice("kv_dtype", self.kv_dtype, KV_DTYPES)
         _check_choice("on_context_full", self.on_context_full, CONTEXT_FULL)
-        if self.kv_dtype == "int8" and self.dtype != "bf16":
-            raise ConfigError(f"kv_dtype is 'int8', but dtype is {self.dtype!r}; it must be 'bf16'")
+        if self.kv_dtype != "auto" and self.dtype != "bf16":
+            raise ConfigError(f"kv_dtype is {self.kv_dtype!r}, but dtype is {self.dtype!r}; it must be 'bf16'")
         if self.slide_by is not None and self.on_context_full != "slide":
             raise ConfigError(f"slide_by is {self.slide_by}; it needs on_context_full slide")
         if self.host_cache is not None and not self.prefix_cache:
@@ -123,7 +132,7 @@ class EngineConfig:
 
     @property
     def stored_kv_dtype(self) -> str:
-        """What K and V are stored as: "bf16", "float32" or "int8"."""
+        """What K and V are stored as: "bf16", "float32", "int8" or "fp8"."""
         return self.dtype if self.kv_dtype == "auto" else self.kv_dtype
 
 
@@ -199,13 +208,15 @@ class ResolvedConfig:
 
     Args:
         model_name: what the model calls itself, for people.
-        kv_bytes_per_token: bytes of K and V of one token over all layers, an int8 one's scales included.
+        kv_bytes_per_token: bytes of K and V of one token over all layers, the scales of codes included.
         pool_bytes: bytes of the whole KV pool.
         host_slots: blocks that host memory holds, 0 for no host tier.
+        graphs: decode steps are recorded at start and replayed.
         copy_costs: measured at start where there is a host tier.
+        mixed_token_budget: see `token_budget.step_budget`; None bounds nothing.
         slide_by: tokens that leave a full context; None where a request ends there.
         weights: how they are held: "file", "bf16" or "float32".
-        kv_dtype: what K and V are stored as: "bf16", "float32" or "int8".
+        kv_dtype: what K and V are stored as: "bf16", "float32", "int8" or "fp8".
         instruction_set: what the compiled CPU engine was compiled for, "" where torch's operations compute.
         batch_invariant: an answer's bits depend on nothing but its request, not on what else is in the batch.
         notes: what the machine lacks and what that costs, one sentence each.
@@ -225,9 +236,11 @@ class ResolvedConfig:
     threads: int
     kv_bytes_per_token: int
     pool_bytes: int
+    graphs: bool = False
     prefix_cache: bool = True
     host_slots: int = 0
     copy_costs: CopyCosts = FREE_COPIES
+    mixed_token_budget: int | None = None
     slide_by: int | None = None
     weights: str = "float32"
     kv_dtype: str = "float32"

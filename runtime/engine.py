@@ -89,6 +89,7 @@ class Engine:
             block_size=resolved.block_size,
             max_num_requests=resolved.max_num_requests,
             max_num_batched_tokens=resolved.max_num_batched_tokens,
+            mixed_token_budget=resolved.mixed_token_budget,
             max_model_len=resolved.max_model_len,
             journal=self.journal,
             prefix_cache=resolved.prefix_cache,
@@ -196,7 +197,7 @@ class Engine:
                 num_requests=len(plan.requests),
                 prefill_tokens=plan.prefill_tokens,
                 decode_tokens=plan.decode_tokens,
-                token_budget=self.resolved.max_num_batched_tokens,
+                token_budget=plan.token_budget,
                 preempted=plan.preempted,
                 finished=tuple(output.request_id for output in outputs if output.finish_reason),
             )

@@ -12,15 +12,15 @@ import torch
 from pageframe.runtime import memory_plan
 from pageframe.runtime.arithmetic import Arithmetic, choose_arithmetic
 from pageframe.runtime.config import DEFAULT_MODEL, EngineConfig, ModelConfig, ResolvedConfig
-from pageframe.runtime.copy_costs import measure_copy_costs
 from pageframe.runtime.engine import Engine
 from pageframe.runtime.errors import ConfigError, MemoryPlanError
 from pageframe.runtime.model_runner import ModelRunner
 from pageframe.runtime.models.config import load_model_config
 from pageframe.runtime.models.decoder import Decoder
 from pageframe.runtime.models.loader import load_decoder
-from pageframe.runtime.models.source import ModelSource, resolve_source, verify_default_model
+from pageframe.runtime.models.source import ModelSource, one_line, resolve_source, verify_default_model
 from pageframe.runtime.sampler import Sampler
+from pageframe.runtime.start_measurements import measure_copy_costs, measure_mixed_token_budget
 
 Progress = Callable[[int, int], None]
 
@@ -39,17 +39,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     torch.set_num_threads(threads)
     arithmetic = choose_arithmetic(config, model, source)
     memory_plan.check_model_len(config, model)
-    decoder = load_decoder(
-        source,
-        # Positions past the longest context need no rotary table: at a million of them it would take half a gigabyte.
-        model.replace(max_position=min(model.max_position, config.max_model_len or model.max_position)),
-        storage_dtype=arithmetic.storage,
-        compute_dtype=arithmetic.compute,
-        device=arithmetic.device,
-        kernels=arithmetic.kernels,
-        keep_blocks=arithmetic.keep_blocks,
-        progress=progress,
-    )
+    decoder = _load(config, source, model, arithmetic, progress)
     pool = memory_plan.size_pool(
         config,
         model,
@@ -75,6 +65,8 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         max_model_len=pool.max_model_len,
         max_num_requests=config.max_num_requests,
         max_num_batched_tokens=config.max_num_batched_tokens,
+        mixed_token_budget=config.mixed_token_budget,
+        graphs=config.graphs and arithmetic.device.type == "cuda" and arithmetic.backend.name == "triton",
         threads=threads,
         kv_bytes_per_token=per_token,
         pool_bytes=pool_bytes,
@@ -86,6 +78,8 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     runner = _runner(decoder, resolved, arithmetic)
     if resolved.host_slots:
         resolved = dataclasses.replace(resolved, copy_costs=measure_copy_costs(runner, resolved))
+    if resolved.mixed_token_budget is None and arithmetic.device.type == "cpu" and resolved.backend != "triton":
+        resolved = dataclasses.replace(resolved, mixed_token_budget=measure_mixed_token_budget(runner, resolved))
     return Engine(resolved, runner, Sampler(runner.logits, runner.arg_max), seed=config.seed)
 
 
@@ -101,6 +95,30 @@ def _read_description(config: EngineConfig) -> tuple[ModelSource, ModelConfig]:
             verified.result()  # if both fail, this one says what to do
 
 
+def _load(
+    config: EngineConfig, source: ModelSource, model: ModelConfig, arithmetic: Arithmetic, progress: Progress | None
+) -> Decoder:
+    free = _available_memory(arithmetic.device)
+    try:
+        return load_decoder(
+            source,
+            # Positions past the longest context need no rotary table: of a million it would take half a gigabyte.
+            model.replace(max_position=min(model.max_position, config.max_model_len or model.max_position)),
+            storage_dtype=arithmetic.storage,
+            compute_dtype=arithmetic.compute,
+            device=arithmetic.device,
+            kernels=arithmetic.kernels,
+            keep_blocks=arithmetic.keep_blocks,
+            progress=progress,
+        )
+    except MemoryPlanError as error:
+        needed = memory_plan.num_parameters(model) * memory_plan.DTYPE_BYTES[config.dtype]
+        raise MemoryPlanError(
+            f"{error}; in {config.dtype} they take about {memory_plan.format_bytes(needed)}, "
+            f"{memory_plan.format_bytes(free)} were free"
+        ) from error
+
+
 def _slide_by(config: EngineConfig, max_model_len: int) -> int | None:
     if config.on_context_full == "stop":
         return None
@@ -111,6 +129,7 @@ def _slide_by(config: EngineConfig, max_model_len: int) -> int | None:
 
 
 def _runner(decoder: Decoder, resolved: ResolvedConfig, arithmetic: Arithmetic) -> ModelRunner:
+    free = _available_memory(arithmetic.device)
     try:
         return ModelRunner(
             decoder,
@@ -122,14 +141,21 @@ def _runner(decoder: Decoder, resolved: ResolvedConfig, arithmetic: Arithmetic) 
             kv_dtype=arithmetic.kv,
             device=arithmetic.device,
             host_slots=resolved.host_slots,
+            graphs=resolved.graphs,
         )
     except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+            raise
+        needed = f"the KV pool of {resolved.num_blocks} blocks takes {memory_plan.format_bytes(resolved.pool_bytes)}"
+        if resolved.host_slots:
+            host_bytes = resolved.host_slots * resolved.block_size * resolved.kv_bytes_per_token
+            needed += f", host memory for {resolved.host_slots} more {memory_plan.format_bytes(host_bytes)}"
         raise MemoryPlanError(
-            f"the KV pool of {resolved.num_blocks} blocks ({memory_plan.format_bytes(resolved.pool_bytes)}) and host "
-            f"memory for {resolved.host_slots} could not be allocated: {error}"
+            f"{needed}; {memory_plan.format_bytes(free)} of the memory of {arithmetic.device} were free beside the "
+            f"weights, and that was not enough: {one_line(error)}"
         ) from error
 
 
 def _available_memory(device: torch.device) -> int:
-    """Bytes the pool may come from, weights already loaded."""
+    """Bytes that are free on a device."""
     return memory_plan.free_memory() if device.type == "cpu" else int(torch.cuda.mem_get_info(device)[0])

@@ -18,8 +18,8 @@ from pageframe.runtime.config import EngineConfig, ModelConfig
 from pageframe.runtime.errors import ConfigError, MemoryPlanError
 
 DTYPE_BYTES = {"bf16": 2, "float32": 4}
-#: Bytes of K or V in one slot of one KV head: of each number, and of what stands beside them, int8's float32 scale.
-KV_DTYPE_BYTES = {"bf16": (2, 0), "int8": (1, 4), "float32": (4, 0)}
+#: Bytes of K or V in one slot of one KV head: of each number, and of what stands beside them, a float32 scale of codes.
+KV_DTYPE_BYTES = {"bf16": (2, 0), "int8": (1, 4), "fp8": (1, 4), "float32": (4, 0)}
 GIB = 1024**3
 #: Without a word from the user the pool takes no more than this on a CPU, whose memory others need too.
 CPU_POOL_CAP = 4 * GIB
@@ -65,6 +65,16 @@ def kv_bytes_per_token(model: ModelConfig, kv_dtype: str) -> int:
     """Bytes of one token's K and V over all layers; kv_dtype is one of KV_DTYPE_BYTES."""
     number_bytes, scale_bytes = KV_DTYPE_BYTES[kv_dtype]
     return 2 * model.num_layers * model.num_kv_heads * (model.head_dim * number_bytes + scale_bytes)
+
+
+def num_parameters(model: ModelConfig) -> int:
+    """Weights of the decoder, counted from its shape; biases and the norms of q and k, which are few, left out."""
+    hidden = model.hidden_size
+    attention = 2 * hidden * model.head_dim * (model.num_heads + model.num_kv_heads)
+    layer = attention + (2 + model.gated_mlp) * hidden * model.intermediate_size + 2 * hidden
+    embeddings = model.vocab_size * hidden * (1 if model.tie_word_embeddings else 2)
+    positions = (model.learned_positions or 0) * hidden
+    return model.num_layers * layer + embeddings + positions + hidden
 
 
 def free_memory() -> int:

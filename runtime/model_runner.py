@@ -9,11 +9,12 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from pageframe.kernels.attention import Backend, kv_cache_shape
+from pageframe.kernels.attention import AttentionPlan, Backend, kv_cache_shape
 from pageframe.kernels.kv_pool import KvPool
 from pageframe.runtime.batch import Batch
 from pageframe.runtime.block_copy import BlockCopy, CopyKind
 from pageframe.runtime.block_table import TableUpdates
+from pageframe.runtime.cuda_graphs import DecodeGraphs, recorder
 from pageframe.runtime.models.decoder import Decoder
 
 #: Copies go through memory of their own on both sides, so that much at a time, in bytes.
@@ -28,8 +29,12 @@ class ModelRunner:
         backend: attention kernels.
         kv_dtype: what K and V are stored as; torch.int8 is for codes with scales.
         host_slots: blocks that host memory holds beside the pool, 0 for none.
+        graphs: decode steps are recorded at start and replayed (cuda_graphs.py); the backend must be triton.
 
-    The memory of both is taken once, here.
+    The memory of both is taken once, here, and so is the time for recording.
+
+    Raises:
+        UnsupportedError: graphs are wanted of a backend that has none.
     """
 
     def __init__(
@@ -44,6 +49,7 @@ class ModelRunner:
         kv_dtype: torch.dtype,
         device: torch.device,
         host_slots: int = 0,
+        graphs: bool = False,
     ) -> None:
         model = decoder.config
         shape = kv_cache_shape(num_blocks, model.num_kv_heads, block_size, model.head_dim)
@@ -55,6 +61,7 @@ class ModelRunner:
         self._copied_at_once = max(1, COPIED_AT_ONCE * num_blocks // self._pool.nbytes)
         self._host_pool = KvPool(model.num_layers, (host_slots, *shape[1:]), kv_dtype, torch.device("cpu"))
         self._tables = torch.zeros((max_num_requests, max_blocks), dtype=torch.int32, device=device)
+        self._graphs = self._record(max_num_requests) if graphs else None
 
     @property
     def pool_bytes(self) -> int:
@@ -70,17 +77,34 @@ class ModelRunner:
         """
         self._apply(batch.table_updates)
         self.copy_blocks(batch.copies)
-        plan = self._backend.plan_attention(batch, self._tables, self._block_size)
-        hidden = self.decoder.forward(
-            self._to_device(torch.from_numpy(batch.token_ids)),
-            self._to_device(torch.from_numpy(batch.positions)),
-            self._pool.caches,
-            self._to_device(torch.from_numpy(batch.slots)),
-            plan,
-            self._backend,
-            self._pool.scales,
-        )
+        if self._graphs is not None and self._graphs.fits(batch):
+            hidden = self._graphs.run(batch)
+        else:
+            hidden = self._run_layers(
+                self._to_device(torch.from_numpy(batch.token_ids)),
+                self._to_device(torch.from_numpy(batch.positions)),
+                self._to_device(torch.from_numpy(batch.slots)),
+                self._backend.plan_attention(batch, self._tables, self._block_size),
+            )
         return hidden[self._to_device(torch.from_numpy(batch.wanted))]
+
+    def _run_layers(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, plan: AttentionPlan
+    ) -> torch.Tensor:
+        return self.decoder.forward(
+            token_ids, positions, self._pool.caches, slots, plan, self._backend, self._pool.scales
+        )
+
+    @torch.inference_mode()
+    def _record(self, max_num_requests: int) -> DecodeGraphs:
+        return DecodeGraphs(
+            self._run_layers,
+            self._backend,
+            self._tables,
+            block_size=self._block_size,
+            max_num_requests=max_num_requests,
+            record=recorder(self._device),
+        )
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

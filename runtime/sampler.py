@@ -3,9 +3,9 @@
 It keeps nothing from step to step and knows nothing of requests, text or the scheduler. A row's result depends on
 that row alone, to the bit: every sum is taken over one row, in an order that its neighbours do not change.
 
-The arg-max runs on the logits' own device, or together with the final projection where the runner has such a pass:
-then greedy rows need no logits at all. Rows that are not greedy are brought to the host and drawn there with numpy; a
-kernel that draws on the device must give the same tokens (philox.py fixes the noise).
+The arg-max runs together with the final projection where the runner has such a pass: then greedy rows need no logits
+at all. Logits on a GPU stay there: kernels draw the tokens, and only those are copied back. Elsewhere rows are drawn
+with numpy. Both give the same tokens: philox.py fixes the noise, sampling_rules.py what mass top_p adds up.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from pageframe.kernels.triton.sampling_rules import token_masses
+from pageframe.kernels.triton.sampling_table import Draws
 from pageframe.runtime.philox import NOISE_SPAN, gumbel, gumbel_bound, token_words
 from pageframe.runtime.request import GREEDY_BELOW, TokenLogprobs
 from pageframe.runtime.step_plan import SamplingBatch, StepResult
@@ -28,9 +31,17 @@ Int64s = npt.NDArray[np.int64]
 
 # Rows are drawn together until they have this many candidates: more no longer fit the CPU's caches.
 _DRAWN_TOGETHER = 16_384
-# top_p's histogram reaches 32 below the best; what is further away has next to no mass and shares the last bin.
+# top_p's histogram reaches 32 below the best; what is further away has no mass and shares the last bin.
 _BINS_PER_UNIT = np.float32(16)
 _NUM_BINS = 512
+_LAST_BIN = np.float32(_NUM_BINS - 1)
+# Where few tokens are within this distance, and all of the nucleus, those are sorted, without a histogram.
+_NEAR = np.float32(6)
+_SORTED_AT_ONCE = 128
+_SORTED_SHARE = 64
+# top_k's candidates are bounded by the largest of as many lanes, each of at least so many tokens.
+_LANES_PER_TOKEN = 4
+_LEAST_LANE = 8
 
 
 class Sampler:
@@ -43,15 +54,18 @@ class Sampler:
         logits: hidden states [n, hidden_size] -> float32 logits [n, vocab_size].
         arg_max: the same -> per row the lowest id of the largest logit, and that logit (a NaN counts as -inf); None
             where there is no pass that does without the logits.
+        on_device: draw with kernels where the logits are; None: if that is a GPU.
     """
 
     def __init__(
         self,
         logits: Callable[[torch.Tensor], torch.Tensor],
         arg_max: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor] | None] = lambda hidden: None,
+        on_device: bool | None = None,
     ) -> None:
         self._logits = logits
         self._fused_arg_max = arg_max
+        self._on_device = on_device
 
     def sample(self, hidden: torch.Tensor, batch: SamplingBatch) -> StepResult:
         """One token per row of `hidden` [n, hidden_size], which are the batch's in order."""
@@ -79,35 +93,60 @@ class Sampler:
         """
         assert logits.dtype == torch.float32
         assert logits.shape[0] == len(batch)
-        chosen, best = _arg_max(logits)
-        token_ids = chosen.astype(np.int32)
-        banned = dict(batch.banned)
-        noisy = ~(batch.temperature < GREEDY_BELOW)
-        wrong = ~np.isfinite(best)
-        for row, ids in banned.items():
-            wrong[row] |= token_ids[row] in ids
-        wanted = np.flatnonzero(noisy | wrong | (batch.num_logprobs >= 0))
-        host_rows = dict(zip(wanted.tolist(), _host_rows(logits, wanted), strict=True))
+        on_device = _has_kernels(logits.device) if self._on_device is None else self._on_device
+        return _sample_on_device(logits, batch) if on_device else _sample_on_host(logits, batch)
 
-        waiting: list[_Candidates] = []
-        num_waiting = 0
-        for row, values in host_rows.items():
-            if noisy[row]:
-                waiting.append(_candidates(_allowed(values, best[row], banned.get(row, ())), batch, row))
-                num_waiting += len(waiting[-1].ids)
-                if num_waiting >= _DRAWN_TOGETHER:
-                    _draw(waiting, batch, token_ids)
-                    waiting, num_waiting = [], 0
-            elif wrong[row]:
-                token_ids[row] = _allowed(values, best[row], banned.get(row, ())).argmax()
-        if waiting:
-            _draw(waiting, batch, token_ids)
-        logprobs = {
-            row: _logprobs(_allowed(values, best[row], ()), int(token_ids[row]), int(batch.num_logprobs[row]))
-            for row, values in host_rows.items()
-            if batch.num_logprobs[row] >= 0
-        }
-        return StepResult(token_ids, logprobs)
+
+def _sample_on_host(logits: torch.Tensor, batch: SamplingBatch) -> StepResult:
+    chosen, best = _arg_max(logits)
+    token_ids = chosen.astype(np.int32)
+    banned = dict(batch.banned)
+    noisy = ~(batch.temperature < GREEDY_BELOW)
+    wrong = ~np.isfinite(best)
+    for row, ids in banned.items():
+        wrong[row] |= token_ids[row] in ids
+    wanted = np.flatnonzero(noisy | wrong | (batch.num_logprobs >= 0))
+    host_rows = dict(zip(wanted.tolist(), _host_rows(logits, wanted), strict=True))
+
+    waiting: list[_Candidates] = []
+    num_waiting = 0
+    for row, values in host_rows.items():
+        if noisy[row]:
+            waiting.append(_candidates(_allowed(values, best[row], banned.get(row, ())), batch, row))
+            num_waiting += len(waiting[-1].ids)
+            if num_waiting >= _DRAWN_TOGETHER:
+                _draw(waiting, batch, token_ids)
+                waiting, num_waiting = [], 0
+        elif wrong[row]:
+            token_ids[row] = _allowed(values, best[row], banned.get(row, ())).argmax()
+    if waiting:
+        _draw(waiting, batch, token_ids)
+    logprobs = {
+        row: _logprobs(_allowed(values, best[row], ()), int(token_ids[row]), int(batch.num_logprobs[row]))
+        for row, values in host_rows.items()
+        if batch.num_logprobs[row] >= 0
+    }
+    return StepResult(token_ids, logprobs)
+
+
+def _sample_on_device(logits: torch.Tensor, batch: SamplingBatch) -> StepResult:
+    """`Sampler.sample_logits` by kernels; rows with nothing above -inf to draw from are left to the host."""
+    from pageframe.kernels.triton.sampling import draw_tokens
+
+    rows = [index for index, ids in batch.banned for _ in ids]
+    banned = np.array(rows, np.int64), np.array([token_id for _, ids in batch.banned for token_id in ids], np.int64)
+    drawn = draw_tokens(logits, _draws(batch), banned if rows else None)
+    token_ids = drawn.token_ids
+    logprobs = {
+        row: TokenLogprobs(*drawn.logprobs(row, int(batch.num_logprobs[row])))
+        for row in np.flatnonzero((batch.num_logprobs >= 0) & (token_ids >= 0)).tolist()
+    }
+    lost = np.flatnonzero(token_ids < 0)
+    if len(lost):
+        result = _sample_on_host(torch.from_numpy(_host_rows(logits, lost)), batch.take(lost))
+        token_ids[lost] = result.token_ids
+        logprobs |= {int(lost[row]): found for row, found in result.logprobs.items()}
+    return StepResult(token_ids, logprobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +184,10 @@ def _device_arg_max(logits: torch.Tensor) -> tuple[Int64s, Float32s]:
     values, indices = logits.max(dim=1)
     packed = torch.stack((indices.double(), values.double())).cpu().numpy()
     return packed[0].astype(np.int64), packed[1].astype(np.float32)
+
+
+def _has_kernels(device: torch.device) -> bool:
+    return device.type == "cuda" and find_spec("triton") is not None
 
 
 def _host_rows(logits: torch.Tensor, rows: Int64s) -> Float32s:
@@ -192,16 +235,31 @@ def _near(values: Float32s, ids: Int64s | None, best: float, temperature: float,
 
     p / p_best = exp((logit - best) / temperature), whatever the filters before left, since they leave the best.
     """
-    depth = min(NOISE_SPAN, -math.log(min_p)) if min_p > 0 else NOISE_SPAN
     # A float32 is at least the cut in float64 exactly when it is at least the cut rounded to float32.
-    cut = np.float32(best - depth * temperature)
+    cut = np.float32(best - _reach(temperature, min_p))
     if ids is None:
         return np.flatnonzero(values >= cut)
     return ids[values[ids] >= cut]
 
 
+def _reach(temperature: float, min_p: float) -> float:
+    """How far below the best logit one may lie that min_p leaves and that can win."""
+    return (min(NOISE_SPAN, -math.log(min_p)) if min_p > 0 else NOISE_SPAN) * temperature
+
+
 def _likeliest(values: Float32s, count: int) -> Int64s:
     """Indices of the `count` largest values, largest first, ties to the lower index."""
+    num_lanes = _LANES_PER_TOKEN * count
+    if num_lanes * _LEAST_LANE <= len(values):
+        # The count-th largest of the lanes' largest is at most the count-th largest of all.
+        lanes = values[: len(values) // num_lanes * num_lanes].reshape(-1, num_lanes).max(axis=0)
+        near = np.flatnonzero(values >= np.partition(lanes, num_lanes - count)[num_lanes - count])
+        found: Int64s = near[_likeliest_of_few(values[near], count)]
+        return found
+    return _likeliest_of_few(values, count)
+
+
+def _likeliest_of_few(values: Float32s, count: int) -> Int64s:
     if count < len(values):
         smallest = np.partition(values, len(values) - count)[len(values) - count]
         above, level = np.flatnonzero(values > smallest), np.flatnonzero(values == smallest)
@@ -216,23 +274,43 @@ def _likeliest(values: Float32s, count: int) -> Int64s:
 def _nucleus(values: Float32s, best: np.float32, temperature: np.float32, top_p: float) -> Int64s:
     """Indices, ascending, of the shortest prefix, likeliest first, whose mass is at least top_p of all.
 
-    Only one bin of a histogram by distance from the best is sorted: the one in which the mass reaches top_p. The
-    bins before it are taken whole.
+    The sums are of whole numbers, hence exact: see `token_masses`.
     """
     with np.errstate(over="ignore"):
-        distance = (best - values) / temperature
-        bins = np.minimum(distance * _BINS_PER_UNIT, _NUM_BINS - 1).astype(np.int64)
-    weights = np.exp(-distance)
-    mass = np.cumsum(np.bincount(bins, weights, minlength=_NUM_BINS))
-    target = top_p * mass[-1]
-    last_bin = int(np.searchsorted(mass, target))
+        distance = best - values
+        distance /= temperature
+    masses = token_masses(distance)
+    target = float(np.ceil(top_p * masses.sum()))
+    near = distance < _NEAR
+    if np.count_nonzero(near) <= _SORTED_AT_ONCE + len(values) // _SORTED_SHARE:
+        indices = near.nonzero()[0]
+        if masses[indices].sum() >= target:
+            return np.sort(_shortest_prefix(values, masses, indices, target))
+    return _nucleus_by_histogram(values, distance, masses, target)
+
+
+def _nucleus_by_histogram(
+    values: Float32s, distance: Float32s, masses: npt.NDArray[np.float64], target: float
+) -> Int64s:
+    """`_nucleus` by sorting only the bin in which the mass reaches `target`; the bins before it are taken whole."""
+    # Whatever clips to the last bin had overflowed or would be there anyway.
+    bins = (distance.clip(0, _LAST_BIN / _BINS_PER_UNIT) * _BINS_PER_UNIT).astype(np.int32)
+    mass = np.bincount(bins, masses, minlength=_NUM_BINS).cumsum()
+    last_bin = int(mass.searchsorted(target))
     mass_before = mass[last_bin - 1] if last_bin else 0.0
-    inside = np.flatnonzero(bins == last_bin)
-    inside = inside[_likeliest(values[inside], len(inside))]
-    num_kept = int(np.searchsorted(mass_before + np.cumsum(weights[inside], dtype=np.float64), target)) + 1
+    inside = (bins == last_bin).nonzero()[0]
     kept = bins < last_bin
-    kept[inside[:num_kept]] = True
-    return np.flatnonzero(kept)
+    kept[_shortest_prefix(values, masses, inside, target - mass_before)] = True
+    return kept.nonzero()[0]
+
+
+def _shortest_prefix(
+    values: Float32s, masses: npt.NDArray[np.float64], indices: Int64s, target: float
+) -> Int64s:
+    """The fewest of `indices`, likeliest first, whose mass is at least `target`."""
+    order = indices[_likeliest_of_few(values[indices], len(indices))]
+    found: Int64s = order[: int(masses[order].cumsum().searchsorted(target)) + 1]
+    return found
 
 
 def _draw(rows: list[_Candidates], batch: SamplingBatch, token_ids: npt.NDArray[np.int32]) -> None:
@@ -281,4 +359,20 @@ def _logprobs(values: Float32s, token_id: int, count: int) -> TokenLogprobs:
         logprob=float(values[token_id]) - log_total,
         top_ids=top_ids,
         top_logprobs=[float(values[top_id]) - log_total for top_id in top_ids],
+    )
+
+
+def _draws(batch: SamplingBatch) -> Draws:
+    """What the kernels need to know of each row."""
+    temperature = np.where(batch.temperature < GREEDY_BELOW, np.float32(0), batch.temperature)
+    reach = [_reach(float(t), float(p)) for t, p in zip(temperature, batch.min_p, strict=True)]
+    return Draws(
+        temperature=temperature,
+        span=NOISE_SPAN * temperature.astype(np.float64),
+        reach=np.array(reach, np.float64),
+        top_k=batch.top_k,
+        top_p=batch.top_p,
+        seed=batch.seed,
+        output_index=batch.output_index,
+        num_top=batch.num_logprobs,
     )

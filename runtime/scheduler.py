@@ -39,7 +39,7 @@ from pageframe.runtime.request import FinishReason, Request, RequestOutput, Requ
 from pageframe.runtime.request_queues import RequestQueues
 from pageframe.runtime.rows import RequestRows
 from pageframe.runtime.step_plan import StepPlan, StepResult
-from pageframe.runtime.token_budget import share_token_budget
+from pageframe.runtime.token_budget import share_token_budget, step_budget
 
 Int32s = npt.NDArray[np.int32]
 
@@ -60,6 +60,7 @@ class Scheduler:
 
     Args:
         max_model_len: longest context in tokens; the pool must hold at least that many.
+        mixed_token_budget: see `step_budget`.
         prefix_cache, host_slots, copy_costs, window: see BlockManager.
         slide_by: tokens that leave a full context for the request to go on; None ends the request there.
     """
@@ -73,6 +74,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         journal: Journal,
+        mixed_token_budget: int | None = None,
         prefix_cache: bool = True,
         host_slots: int = 0,
         copy_costs: CopyCosts = FREE_COPIES,
@@ -101,6 +103,7 @@ class Scheduler:
         self.rows = RequestRows(max_num_requests, max_model_len)
         self.max_num_requests = max_num_requests
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.mixed_token_budget = mixed_token_budget
         self.max_model_len = max_model_len
         self.slide_by = slide_by
         self.journal = journal
@@ -255,7 +258,8 @@ class Scheduler:
         self._grow_decoding(now)
         self._admit_waiting(now)
         self._refresh_running_rows()
-        return self._plan(self._share_budget(now))
+        token_budget, new_tokens = self._share_budget(now)
+        return self._plan(token_budget, new_tokens)
 
     def _grow_decoding(self, now: float) -> None:
         """A block for each decoding request whose last one is full, preempting from the end of the order."""
@@ -373,29 +377,32 @@ class Scheduler:
         self.rows.load(request.row, request, num_computed_tokens)
         self._queues.run(request)
 
-    def _share_budget(self, now: float) -> Int32s:
-        """Tokens of this step for each running request: one to each that needs one, then prompts by the budget rule."""
+    def _share_budget(self, now: float) -> tuple[int, Int32s]:
+        """The step's budget, and its tokens for each running request: one to each that needs one, then prompts by the
+        budget rule."""
         rows = self._running_rows
         left = self.rows.num_tokens[rows] - self.rows.num_computed_tokens[rows]
         new_tokens: Int32s = np.minimum(left, 1)
         prefilling = np.flatnonzero(left > 1)
-        budget = self.max_num_batched_tokens - (len(rows) - len(prefilling))
-        shares = share_token_budget(left[prefilling].tolist(), budget)
+        num_decoding = len(rows) - len(prefilling)
+        budget = step_budget(num_decoding, self.max_num_batched_tokens, self.mixed_token_budget)
+        shares = share_token_budget(left[prefilling].tolist(), budget - num_decoding)
         new_tokens[prefilling] = shares
         for index, share in zip(prefilling.tolist(), shares, strict=True):
             if share == 0:
                 self._wait(self._queues.running[index], "budget", now)
             else:
                 self._queues.running[index].end_wait(now)
-        return new_tokens
+        return budget, new_tokens
 
-    def _plan(self, new_tokens: Int32s) -> StepPlan:
+    def _plan(self, token_budget: int, new_tokens: Int32s) -> StepPlan:
         plan = StepPlan.build(
             self.step,
             self._queues.running,
             self._running_rows,
             new_tokens,
             self.rows,
+            token_budget=token_budget,
             table_updates=self.tables.drain_updates(),
             # Without a forward pass they wait for the next: nothing overwrites what they read before.
             copies=self.blocks.take_copies() if self._queues.running else (),

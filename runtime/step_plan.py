@@ -31,7 +31,7 @@ class StepPlan:
         copies: to be made before the forward pass, one after the other.
         preempted: ids of requests that lost their blocks for this step.
         is_prefill: bool, whether it had more left to compute than its next token.
-        prefill_tokens, decode_tokens: their sum is the step's tokens.
+        prefill_tokens, decode_tokens: their sum is the step's tokens, at most token_budget.
     """
 
     step: int
@@ -47,6 +47,7 @@ class StepPlan:
     is_prefill: npt.NDArray[np.bool_]
     prefill_tokens: int
     decode_tokens: int
+    token_budget: int
 
     @property
     def num_tokens(self) -> int:
@@ -61,6 +62,7 @@ class StepPlan:
         new_tokens: Int32s,
         row_values: RequestRows,
         *,
+        token_budget: int,
         table_updates: TableUpdates,
         copies: tuple[BlockCopy, ...],
         preempted: tuple[str, ...],
@@ -88,6 +90,7 @@ class StepPlan:
             is_prefill=left > 1,
             prefill_tokens=int(new_tokens.sum()) - decode_tokens,
             decode_tokens=decode_tokens,
+            token_budget=token_budget,
         )
 
 

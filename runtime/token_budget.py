@@ -1,8 +1,24 @@
-"""How one step's tokens are shared among the requests that compute their prompts."""
+"""How many tokens a step may compute, and how they are shared among the requests that compute their prompts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+
+def step_budget(num_decoding: int, max_num_batched_tokens: int, mixed_token_budget: int | None) -> int:
+    """Most tokens of a step in which `num_decoding` requests decode.
+
+    Every token of a prompt in a step makes all decoding requests wait for theirs, so beside them prompts get only what
+    `mixed_token_budget` leaves, yet at least one token for each decoding request: requests that came in more slowly
+    than others end would leave ever fewer to decode together.
+
+    Args:
+        max_num_batched_tokens: of any step, at least num_decoding.
+        mixed_token_budget: of a step with decoding requests, theirs included; None bounds nothing.
+    """
+    if num_decoding == 0 or mixed_token_budget is None:
+        return max_num_batched_tokens
+    return min(max_num_batched_tokens, max(mixed_token_budget, 2 * num_decoding))
 
 
 def share_token_budget(tokens_left: Sequence[int], budget: int) -> list[int]:

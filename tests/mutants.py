@@ -26,6 +26,10 @@ MAX_STEPS = 10_000
 SEED = 7
 
 
+#: What notices a bug: the checks, or the code's own bookkeeping where it breaks first.
+NOTICED_BY = (AssertionError, IndexError)
+
+
 @dataclass(frozen=True)
 class Mutant:
     """`target` is "module:function" or "module:Class.method" below pageframe.runtime; `old` must be in its source."""
@@ -34,8 +38,6 @@ class Mutant:
     target: str
     old: str
     new: str
-    #: What notices it: the checks, unless it breaks the code's own bookkeeping first.
-    noticed_by: type[Exception] = AssertionError
 
     @contextmanager
     def alive(self) -> Iterator[None]:
@@ -173,7 +175,6 @@ MUTANTS = [
         "block_table:BlockTables.release",
         "self.allocator.free(block_ids)",
         'self.allocator.free(self.__dict__.pop("late", []))\n    self.__dict__["late"] = block_ids',
-        noticed_by=IndexError,
     ),
     Mutant(
         "copies for choices that are gone keep their pins",
@@ -256,7 +257,7 @@ def hunt(mutant: Mutant, max_steps: int = MAX_STEPS) -> tuple[int, str] | None:
     try:
         with mutant.alive():
             simulate(SEED, max_steps, on_step=steps.append)
-    except mutant.noticed_by as error:
+    except NOTICED_BY as error:
         return steps[-1], f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     finally:
         logging.disable(logging.NOTSET)

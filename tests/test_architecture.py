@@ -13,11 +13,15 @@ import pytest
 ROOT = Path(__file__).parent.parent
 TORCH_USERS = {
     "runtime/model_runner.py",
+    "runtime/cuda_graphs.py",
     "runtime/sampler.py",
     "runtime/arithmetic.py",
     "runtime/engine_builder.py",
     "runtime/pool_measure.py",
-    *(f"runtime/models/{name}.py" for name in ("blocks", "compiled", "decoder", "layers", "loader", "weights")),
+    *(
+        f"runtime/models/{name}.py"
+        for name in ("blocks", "compiled", "decoder", "layers", "loader", "triton_layers", "weights")
+    ),
 }
 ENGINE_MAY_IMPORT = {"torch", "triton", "numpy", "safetensors", "tokenizers", "jinja2"}
 # Modules of the two processes' conversation; an engine used in-process never imports them.

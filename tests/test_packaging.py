@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("runtime", "kernels", "api", "benchmarks")
-SOURCES = {".py", ".cpp", ".h"}
+SOURCES = {".py", ".cpp", ".h", ".json"}
 
 
 def test_the_wheel_holds_every_source_file(tmp_path: Path) -> None:

@@ -52,7 +52,10 @@ class Decoder:
     def __init__(self, config: ModelConfig, weights: DecoderWeights) -> None:
         self.config = config
         self._weights = weights
-        self._layers = _make_layers(config, weights)
+        has_rotary = weights.positions is None
+        self._rotary = RotaryTable(config, weights.device, weights.rope_factors) if has_rotary else None
+        self._layers = _make_layers(config, weights, self._rotary)
+        self._triton_layers: Layers | None = None
         self._num_layers = len(weights.layers)
 
     @classmethod
@@ -169,7 +172,7 @@ class Decoder:
         hidden = self._weights.embedding(token_ids)
         if self._weights.positions is not None:
             hidden.add_(self._weights.positions(positions))
-        run_layer = self._layers.begin(positions, slots, plan, backend)
+        run_layer = self._layers_for(backend).begin(positions, slots, plan, backend)
         for index, kv_cache in zip(range(self._num_layers), kv_caches, strict=True):
             run_layer(index, hidden, kv_cache, None if kv_scales is None else kv_scales[index])
         return hidden
@@ -187,11 +190,25 @@ class Decoder:
             return None
         return weights.output.arg_max(weights.final_norm(hidden))
 
+    def _layers_for(self, backend: Backend) -> Layers:
+        """The layers that go with a backend; Triton's are made when that backend first computes."""
+        if backend.name != "triton":
+            return self._layers
+        if self._triton_layers is None:
+            self._triton_layers = _make_triton_layers(self.config, self._weights, self._rotary)
+        return self._triton_layers
 
-def _make_layers(config: ModelConfig, weights: DecoderWeights) -> Layers:
-    rotary = None
-    if weights.positions is None:
-        rotary = RotaryTable(config, weights.device, weights.rope_factors)
+
+def _make_triton_layers(config: ModelConfig, weights: DecoderWeights, rotary: RotaryTable | None) -> Layers:
+    # Imported only when wanted: it pulls in the compiler, which is slow to load and absent on some platforms.
+    from pageframe.runtime.models.triton_layers import TritonLayers, can_fuse
+
+    if rotary is None or not can_fuse(config):
+        return ComposedLayers(config, weights.layers, rotary)
+    return TritonLayers(config, weights.layers, rotary)
+
+
+def _make_layers(config: ModelConfig, weights: DecoderWeights, rotary: RotaryTable | None) -> Layers:
     if not isinstance(weights.output, CompiledWeight):
         return ComposedLayers(config, weights.layers, rotary)
     in_order = [linear for layer in weights.layers for linear in layer.linears]

@@ -190,18 +190,21 @@ def test_the_worked_example_takes_2_gib(capsys: pytest.CaptureFixture[str]) -> N
     assert "not measured" in text
 
 
-def test_int8_keys_and_values_have_their_scales_in_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ("--shape", "32,32,8,128", "--max-model-len", "4096", "--kv-dtype", "int8")
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_codes_for_keys_and_values_have_their_scales_in_every_figure(
+    capsys: pytest.CaptureFixture[str], kv_dtype: str
+) -> None:
+    flags = ("--shape", "32,32,8,128", "--max-model-len", "4096", "--kv-dtype", kv_dtype)
     assert plan(*flags, "--no-measure") == 0
     text = capsys.readouterr().out.replace("\N{MULTIPLICATION SIGN}", "x")
     assert re.search(r"\nformula +2 \(K and V\) x layers x KV heads x \(head_dim \+ scale\) *\n", text)
-    assert "2 x 32 x 8 x (128 + 4) (int8) = 67,584 bytes" in text
+    assert f"2 x 32 x 8 x (128 + 4) ({kv_dtype}) = 67,584 bytes" in text
     assert "2 x 32 x 8 x (128 + 4) x 4,096 = 276,824,064 bytes = 264.0 MiB" in text
-    assert re.search(r"\nint8 with its scales +67,584 +4,096\n", text)
+    assert re.search(rf"\n{kv_dtype} with its scales +67,584 +4,096\n", text)
     assert re.search(r"\nbf16 +131,072 +2,112\n", text)
     assert plan(*flags, "--json") == 0
     answer = json.loads(capsys.readouterr().out)
-    assert (answer["dtype"], answer["kv_dtype"]) == ("bf16", "int8")
+    assert (answer["dtype"], answer["kv_dtype"]) == ("bf16", kv_dtype)
     assert answer["bytes"] == {"per_token": 67_584, "per_block": 16 * 67_584, "pool": 4096 * 67_584}
     assert answer["measured"]["allocated"] == answer["measured"]["num_blocks"] * 16 * 67_584
     assert answer["kv_heads"][0]["bytes_per_token"] == 4 * 67_584

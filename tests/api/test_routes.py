@@ -141,6 +141,9 @@ def test_version_and_schema(server: RunningServer) -> None:
         "compute_dtype": "float32",
         "weights": "float32",
         "kv_dtype": "float32",
+        "graphs": False,
+        "max_num_batched_tokens": 64,
+        "mixed_token_budget": None,
         "batch_invariant": False,
         "notes": [],
     }

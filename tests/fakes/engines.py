@@ -51,6 +51,7 @@ def tiny_config(
     copy_costs: CopyCosts = FREE_COPIES,
     window: int | None = None,
     slide_by: int | None = None,
+    mixed_token_budget: int | None = None,
 ) -> ResolvedConfig:
     """A resolved configuration; `max_model_len` is what the pool holds unless given."""
     model = tiny_model()
@@ -76,4 +77,5 @@ def tiny_config(
         host_slots=host_slots,
         copy_costs=copy_costs,
         slide_by=slide_by,
+        mixed_token_budget=mixed_token_budget,
     )

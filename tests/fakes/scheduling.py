@@ -24,6 +24,7 @@ def make_scheduler(
     max_num_requests: int = 4,
     max_num_batched_tokens: int = 8,
     max_model_len: int | None = None,
+    mixed_token_budget: int | None = None,
 ) -> Scheduler:
     return Scheduler(
         num_blocks=num_blocks,
@@ -32,6 +33,7 @@ def make_scheduler(
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=num_blocks * block_size if max_model_len is None else max_model_len,
         journal=Journal(),
+        mixed_token_budget=mixed_token_budget,
     )
 
 

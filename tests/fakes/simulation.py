@@ -259,7 +259,8 @@ class Simulation:
     def _count_step(self) -> None:
         record = self.engine.steps[-1]
         assert record.step == self.engine.scheduler.step, "a step with work left no record"
-        assert 0 < record.prefill_tokens + record.decode_tokens <= self.resolved.max_num_batched_tokens
+        assert 0 < record.prefill_tokens + record.decode_tokens <= record.token_budget
+        assert record.token_budget <= self.resolved.max_num_batched_tokens
         self.counts["steps"] += 1
         self.counts["mixed_steps"] += bool(record.prefill_tokens and record.decode_tokens)
         self.counts["preemptions"] += len(record.preempted)

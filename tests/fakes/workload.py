@@ -40,6 +40,7 @@ def random_config(rng: random.Random) -> ResolvedConfig:
         copy_costs=rng.choice([FREE_COPIES, DEAR_COPIES]),
         window=rng.choice([None, None, 5, 9]),
         slide_by=rng.choice([1, 4, max_model_len // 2]) if slides else None,
+        mixed_token_budget=rng.choice([None, 1, 5]),
     )
 
 

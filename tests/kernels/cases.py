@@ -19,6 +19,9 @@ SEED = int(os.environ.get("PAGEFRAME_TEST_SEED", "20240607"))
 #: More blocks than any test's pool has.
 MAX_POOL = 10**6
 
+#: The largest code of each dtype of quantised K and V.
+LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e4m3fnuz: 240.0}
+
 #: What an entry of a table past the context may hold: nobody follows it.
 GARBAGE = (-1, -(2**31), 2**31 - 1)
 
@@ -35,6 +38,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Shape:
+    """A layer. K and V are stored in kv_dtype where that is given: codes with scales; else in dtype, as q is."""
+
     group: int = 3
     num_kv_heads: int = 2
     head_dim: int = 64
@@ -42,6 +47,7 @@ class Shape:
     dtype: torch.dtype = torch.float32
     window: int | None = None
     softcap: float | None = None
+    kv_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,7 @@ class Case:
     tables: torch.Tensor
     scale: float
     expected: torch.Tensor
+    kv_scales: torch.Tensor | None = None
 
     def check(self, backend: Backend, device: torch.device) -> None:
         """Plan and run the step; raises AssertionError where the result is not the oracle's."""
@@ -70,6 +77,7 @@ class Case:
             scale=self.scale,
             window=self.shape.window,
             softcap=self.shape.softcap,
+            kv_scales=None if self.kv_scales is None else self.kv_scales.to(device),
         )
         assert actual.dtype == self.q.dtype
         atol, rtol = tolerance(backend, self.shape.dtype)
@@ -111,13 +119,14 @@ def make_case(
 
 def make_layer(rng: np.random.Generator, shape: Shape, step: Step, tables: npt.NDArray[np.int32]) -> Case:
     """A layer of this shape in a step with these tables."""
-    kv_cache = _fill_pool(rng, shape, step, tables)
+    numbers = _fill_pool(rng, shape, step, tables)
+    kv_cache, kv_scales, numbers = store(numbers, shape.kv_dtype or shape.dtype)
     num_heads = shape.group * shape.num_kv_heads
     q = torch.from_numpy(rng.standard_normal((int(step.query_start[-1]), num_heads, shape.head_dim))).to(shape.dtype)
     scale = shape.head_dim**-0.5
     expected = attend(
         q.to(torch.float64).numpy(),
-        kv_cache.to(torch.float64).numpy(),
+        numbers.numpy(),
         tables,
         step.rows,
         step.context_lens,
@@ -127,7 +136,7 @@ def make_layer(rng: np.random.Generator, shape: Shape, step: Step, tables: npt.N
         softcap=shape.softcap,
     )
     assert np.isfinite(expected).all(), "the oracle read a slot that is not live"
-    return Case(shape, step, q, kv_cache, torch.from_numpy(tables), scale, torch.from_numpy(expected))
+    return Case(shape, step, q, kv_cache, torch.from_numpy(tables), scale, torch.from_numpy(expected), kv_scales)
 
 
 def _random_tables(rng: np.random.Generator, shape: Shape, step: Step) -> npt.NDArray[np.int32]:
@@ -146,7 +155,7 @@ def _random_tables(rng: np.random.Generator, shape: Shape, step: Step) -> npt.ND
 
 
 def _fill_pool(rng: np.random.Generator, shape: Shape, step: Step, tables: npt.NDArray[np.int32]) -> torch.Tensor:
-    """A pool of NaN with numbers in the slots that some query sees."""
+    """A pool of NaN, float64, with numbers in the slots that some query sees."""
     block_size = shape.block_size
     num_blocks = int(tables.max(where=tables < MAX_POOL, initial=0)) + 1
     kv_cache = np.full(kv_cache_shape(num_blocks, shape.num_kv_heads, block_size, shape.head_dim), np.nan)
@@ -154,7 +163,19 @@ def _fill_pool(rng: np.random.Generator, shape: Shape, step: Step, tables: npt.N
         for position in range(int(oldest), int(context)):
             slot = kv_cache[tables[row, position // block_size], :, :, position % block_size]
             slot[...] = rng.standard_normal(slot.shape)
-    return torch.from_numpy(kv_cache).to(shape.dtype)
+    return torch.from_numpy(kv_cache)
+
+
+def store(numbers: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """K and V, float64 with NaN in dead slots, as a cache of this dtype holds them: the cache, its scales, and what
+    these stand for, float64. A dead slot's codes are numbers, its scale is NaN."""
+    if dtype not in LARGEST_CODE:
+        kv_cache = numbers.to(dtype)
+        return kv_cache, None, kv_cache.to(torch.float64)
+    scales = (numbers.abs().amax(dim=-1) / LARGEST_CODE[dtype]).to(torch.float32)
+    scaled = (numbers / scales.to(torch.float64).unsqueeze(-1)).nan_to_num(-3.0)
+    codes = (scaled.round() if dtype == torch.int8 else scaled.to(torch.float32)).to(dtype)
+    return codes, scales, codes.to(torch.float64) * scales.to(torch.float64).unsqueeze(-1)
 
 
 def _permuted_ids(rng: np.random.Generator, num_needed: int, num_blocks: int) -> npt.NDArray[np.int64]:

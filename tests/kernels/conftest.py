@@ -23,8 +23,12 @@ if not HAS_GPU and os.environ.get("TRITON_INTERPRET") != "1":
 
 import pageframe.kernels.triton.backend  # noqa: E402, F401  (now: a test may switch the interpreter off for itself)
 from pageframe.kernels.attention import Backend, select_backend  # noqa: E402
+from pageframe.kernels.triton.dtypes import fp8_dtype  # noqa: E402
 
 from .cases import SEED  # noqa: E402
+
+#: Dtypes of quantised K and V that this machine has kernels for.
+CODES = [dtype for dtype in (torch.int8, fp8_dtype(torch.device("cuda" if HAS_GPU else "cpu"))) if dtype]
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""A pool's blocks in all layers: what is filled, copied and read, and what it takes; of numbers, and of int8 codes."""
+"""A pool's blocks in all layers: what is filled, copied and read, and what it takes; of numbers, and of codes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ def blocks_in(pool: KvPool, layer: int, num_blocks: int = NUM_BLOCKS) -> list[fl
     return values
 
 
-@pytest.fixture(params=[torch.bfloat16, torch.float32, torch.int8], ids=str)
+FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
+
+
+@pytest.fixture(params=[torch.bfloat16, torch.float32, torch.int8, *FP8], ids=str)
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param
 
@@ -77,7 +80,13 @@ def test_copies_between_pools_of_other_sizes(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "slot_bytes"), [(torch.bfloat16, 2 * HEAD_DIM), (torch.float32, 4 * HEAD_DIM), (torch.int8, HEAD_DIM + 4)]
+    ("dtype", "slot_bytes"),
+    [
+        (torch.bfloat16, 2 * HEAD_DIM),
+        (torch.float32, 4 * HEAD_DIM),
+        (torch.int8, HEAD_DIM + 4),
+        (torch.float8_e4m3fn, HEAD_DIM + 4),
+    ],
 )
 def test_what_it_takes(dtype: torch.dtype, slot_bytes: int) -> None:
     assert make_pool(dtype).nbytes == SLOTS * slot_bytes

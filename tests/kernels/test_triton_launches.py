@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
+import pytest
 import torch
 
 from pageframe.kernels.attention import select_backend
@@ -13,17 +14,27 @@ from pageframe.kernels.triton import launches
 from .cases import Shape, make_case
 
 
-def test_decode_and_write_launch_their_kernels(device: torch.device, rng: np.random.Generator) -> None:
+def test_a_mixed_step_launches_a_kernel_for_each_part(device: torch.device, rng: np.random.Generator) -> None:
     backend = select_backend("triton", device)
     case = make_case(rng, Shape(), decode=[20], chunks=[(0, 3)])
     before = Counter(launches)
     case.check(backend, device)
     k = torch.zeros(1, 2, 64, device=device)
     backend.write_kv(k, k, case.kv_cache.to(device), torch.tensor([0], device=device))
-    assert launches - before == {"attend_splits": 1, "merge_splits": 1, "write_kv": 1}
+    assert launches - before == {"attend_splits": 1, "merge_splits": 1, "attend_prefill": 1, "write_kv": 1}
 
 
-def test_step_of_chunks_launches_no_decode_kernel(device: torch.device, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize(
+    ("decode", "chunks", "kernels"),
+    [([], [(0, 3)], {"attend_prefill"}), ([4], [], {"attend_splits", "merge_splits"})],
+)
+def test_a_step_of_one_kind_launches_no_kernel_of_the_other(
+    device: torch.device,
+    rng: np.random.Generator,
+    decode: list[int],
+    chunks: list[tuple[int, int]],
+    kernels: set[str],
+) -> None:
     before = Counter(launches)
-    make_case(rng, Shape(), decode=[], chunks=[(0, 3)]).check(select_backend("triton", device), device)
-    assert launches == before
+    make_case(rng, Shape(head_dim=16), decode, chunks).check(select_backend("triton", device), device)
+    assert set(launches - before) == kernels

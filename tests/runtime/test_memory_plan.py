@@ -38,10 +38,10 @@ def test_grouped_heads_and_float32_count_as_they_are() -> None:
     assert kv_bytes_per_token(model, "float32") == 46_080
 
 
-def test_int8_has_a_scale_of_4_bytes_for_each_slot_and_head() -> None:
+def test_codes_have_a_scale_of_4_bytes_for_each_slot_and_head() -> None:
     """2 * 30 layers * 3 KV heads * (64 + 4)."""
     model = tiny_model(num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64)
-    assert kv_bytes_per_token(model, "int8") == 12_240
+    assert kv_bytes_per_token(model, "int8") == kv_bytes_per_token(model, "fp8") == 12_240
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,20 @@ def test_a_short_prompt_behind_any_number_of_long_ones_has_its_first_token_withi
     assert short.first_token_time is not None
 
 
+def test_a_prompt_beside_decoding_requests_gets_what_the_mixed_budget_leaves() -> None:
+    scheduler = make_scheduler(num_blocks=64, max_num_requests=4, max_num_batched_tokens=16, mixed_token_budget=5)
+    add_request(scheduler, "a", 12, max_tokens=20)
+    assert shares(run_step(scheduler)[0]) == {"a": 12}
+    add_request(scheduler, "b", 40, max_tokens=20)
+    plan, _ = run_step(scheduler)
+    assert shares(plan) == {"a": 1, "b": 4}
+    assert plan.token_budget == 5
+    scheduler.abort("a", 0.0)
+    plan, _ = run_step(scheduler)
+    assert shares(plan) == {"b": 16}
+    assert plan.token_budget == 16
+
+
 def test_no_request_but_the_shortest_takes_more_than_half_of_a_step_while_another_waits() -> None:
     scheduler = make_scheduler(num_blocks=256, max_num_requests=4, max_num_batched_tokens=16, max_model_len=256)
     for name, num_tokens in (("a", 200), ("b", 200), ("c", 200), ("shortest", 25)):

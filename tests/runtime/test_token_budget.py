@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pageframe.runtime.token_budget import share_token_budget
+from pageframe.runtime.token_budget import share_token_budget, step_budget
 
 LEFT = st.lists(st.integers(1, 100), max_size=12)
 BUDGET = st.integers(0, 64)
@@ -86,3 +86,20 @@ def test_the_rest_goes_in_order(tokens_left: list[int], budget: int) -> None:
             continue
         for earlier in range(later):
             assert shares[earlier] >= min(tokens_left[earlier], max(1, budget // 2)) or earlier == shortest
+
+
+@pytest.mark.parametrize(
+    ("num_decoding", "mixed", "budget"),
+    [
+        (0, 32, 512),  # nobody waits
+        (1, 32, 32),
+        (16, 32, 32),
+        (17, 32, 34),  # a token of a prompt for each decoding request
+        (200, 32, 400),
+        (300, 32, 512),  # never more than any step
+        (8, 1000, 512),
+        (8, None, 512),
+    ],
+)
+def test_a_step_with_decoding_requests_has_a_smaller_budget(num_decoding: int, mixed: int | None, budget: int) -> None:
+    assert step_budget(num_decoding, 512, mixed) == budget

@@ -1,0 +1,181 @@
+"""Finds the attention kernels' launch settings on the GPU that is here, and writes its table for tables.py.
+
+    python benchmarks/gpu.py --part tune            on a machine where nothing is installed
+    python -m pageframe.benchmarks.tune_triton      where Pageframe is
+
+Every setting of a grid is timed on the cases of a shape; the one with the least mean of logarithms of times is taken. A
+shape's entry replaces the table's older one for it, so that a run which is cut has not been for nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import json
+import math
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from pageframe.benchmarks.gpu_parts.layer import Layer
+from pageframe.benchmarks.gpu_parts.results import NOT_MEASURED, Results, Row, format_table, read_rows
+from pageframe.benchmarks.gpu_parts.sizes import cache_dtype
+from pageframe.benchmarks.gpu_parts.timing import timer_for
+from pageframe.kernels.triton import tables
+from pageframe.kernels.triton.backend import TritonBackend
+from pageframe.kernels.triton.tables import Settings
+
+PART = "tune"
+NUM_KV_HEADS = 8
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What settings are sought for.
+
+    Args:
+        cache: "int8", "fp8", or "" for bf16.
+    """
+
+    kernel: str
+    head_dim: int
+    group: int
+    cache: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kernel} {self.head_dim}, group {self.group}, {self.cache or 'bf16'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """All that is tried.
+
+    Args:
+        cases: by kernel: (contexts, new tokens of each request).
+    """
+
+    shapes: tuple[Shape, ...]
+    settings: tuple[Settings, ...]
+    cases: dict[str, tuple[tuple[tuple[int, ...], int], ...]]
+
+
+_K = 1024
+GRID = Grid(
+    shapes=tuple(
+        Shape(kernel, head_dim, group, cache)
+        for head_dim, group, cache in ((128, 4, ""), (128, 4, "int8"), (128, 4, "fp8"), (64, 4, ""), (128, 8, ""))
+        for kernel in tables.KERNELS
+    ),
+    settings=tuple(itertools.starmap(Settings, itertools.product((32, 64, 128), (4, 8), (2, 3, 4)))),
+    cases={
+        "attend_splits": (((32 * _K,), 1), ((4 * _K,) * 64, 1), ((_K,) * 16, 1)),
+        "attend_prefill": (((2 * _K,) * 4, 2 * _K), ((8 * _K,), 512)),
+    },
+)
+TOY_GRID = Grid(
+    shapes=(Shape("attend_splits", 16, 2), Shape("attend_prefill", 16, 2)),
+    settings=(Settings(16, 4, 2), Settings(32, 4, 2)),
+    cases={"attend_splits": (((20,), 1),), "attend_prefill": (((12,), 12),)},
+)
+
+
+def run(results: Results, device: torch.device, path: Path | None = None) -> None:
+    """A row for each shape; the table is written after each.
+
+    Args:
+        path: of the table; the package's own for this device by default.
+    """
+    name, _ = tables.describe(device)
+    if path is None:
+        path = Path(tables.__file__).parent / tables.FOLDER / f"{tables.table_name(name)}.json"
+    grid = GRID if device.type == "cuda" else TOY_GRID
+    for shape in grid.shapes:
+        dtype = cache_dtype(shape.cache, device)
+        if dtype is None:
+            results.add(Row(PART, str(shape), verdict=NOT_MEASURED, note=f"this device has no {shape.cache}"))
+            continue
+        times = dict(_times(shape, dtype, grid, device))
+        best = min((tried for tried in times if tried is not None), key=lambda tried: times[tried])
+        write_entry(path, name, shape, dtype, best)
+        gain = times[best] / times[None]
+        note = f"{len(times) - 1} of {len(grid.settings)} settings ran; {times[best] * 1e6:,.1f} us; in {path}"
+        value = f"tile {best.tile}, {best.num_warps} warps, {best.num_stages} stages"
+        results.add(Row(PART, str(shape), value, f"{gain:.0%}", note=note, numbers={"of_default": gain}))
+
+
+def _times(
+    shape: Shape, dtype: torch.dtype, grid: Grid, device: torch.device
+) -> Iterator[tuple[Settings | None, float]]:
+    """Of the settings in use (None) and of those of the grid that this device can launch: the geometric mean of the
+    cases' seconds."""
+    backend, timer = TritonBackend(device), timer_for(device)
+    layers = [
+        Layer(
+            backend,
+            contexts,
+            num_sets=1,
+            new_tokens=new_tokens,
+            num_heads=NUM_KV_HEADS * shape.group,
+            num_kv_heads=NUM_KV_HEADS,
+            head_dim=shape.head_dim,
+            block_size=BLOCK_SIZE,
+            dtype=torch.bfloat16,
+            cache_dtype=dtype,
+            device=device,
+        )
+        for contexts, new_tokens in grid.cases[shape.kernel]
+    ]
+    for tried in (None, *grid.settings):
+        with nullcontext() if tried is None else tables.overridden(shape.kernel, tried):
+            try:
+                seconds = [timer.seconds([partial(layer.attend, 0)]) for layer in layers]
+            except (triton.runtime.errors.OutOfResources, triton.runtime.errors.PTXASError):
+                continue
+        yield tried, math.exp(sum(map(math.log, seconds)) / len(seconds))
+
+
+def write_entry(path: Path, device: str, shape: Shape, dtype: torch.dtype, best: Settings) -> None:
+    """Put a shape's settings into the table at `path`, which is made where there is none."""
+    table: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"entries": []}
+    found = {
+        "kernel": shape.kernel,
+        "head_dims": [shape.head_dim],
+        "cache_dtypes": [str(dtype).removeprefix("torch.")],
+        "group": shape.group,
+    }
+    others = [entry for entry in table["entries"] if any(entry[key] != found[key] for key in found)]
+    settings = {"tile": best.tile, "num_warps": best.num_warps, "num_stages": best.num_stages}
+    measured = f"{datetime.date.today().isoformat()}, torch {torch.__version__}, triton {triton.__version__}"
+    lines = ",\n".join(f"    {json.dumps(entry)}" for entry in [*others, found | settings])
+    head = f'  "device": {json.dumps(device)},\n  "measured": {json.dumps(measured)},\n'
+    path.write_text(f'{{\n{head}  "entries": [\n{lines}\n  ]\n}}\n')
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Write the launch settings' table of this machine's GPU.")
+    parser.add_argument(
+        "--table", type=Path, metavar="FILE", help="default: this device's own among Pageframe's tables"
+    )
+    args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("pageframe: no GPU is here; settings can't be timed", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory() as folder:
+        rows = Path(folder) / "rows.json"
+        run(Results(rows), torch.device("cuda"), args.table)
+        print(format_table(read_rows(rows)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

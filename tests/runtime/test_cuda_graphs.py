@@ -1,0 +1,200 @@
+"""Decode steps in buckets, with padding: which bucket, and that nobody sees the padding.
+
+Without CUDA nothing is recorded: a replay launches anew. All else, padding, input in place, the choice between replay
+and an ordinary step, is the code that runs on a GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from fakes.engines import tiny_config
+
+from pageframe.kernels.attention import AttentionPlan, StepBatch, UnsupportedError
+from pageframe.kernels.layout import StepLayouts
+from pageframe.kernels.reference import ReferenceBackend
+from pageframe.runtime import cuda_graphs, model_runner
+from pageframe.runtime.cuda_graphs import BUCKETS, DecodeRows, bucket_of, buckets_for
+from pageframe.runtime.engine import Engine
+from pageframe.runtime.model_runner import ModelRunner
+from pageframe.runtime.models.decoder import Decoder
+from pageframe.runtime.request import SamplingParams
+from pageframe.runtime.sampler import Sampler
+
+MODEL = tiny_config().model.replace(
+    vocab_size=64, hidden_size=32, intermediate_size=32, num_heads=2, num_kv_heads=1, head_dim=16, max_position=64
+)
+CONFIG = dataclasses.replace(
+    tiny_config(num_blocks=128, block_size=4, max_num_requests=6, max_num_batched_tokens=16, max_model_len=64),
+    model=MODEL,
+)
+
+
+class ReplanningReference(ReferenceBackend):
+    """The reference with plans that change in place."""
+
+    def plan_attention(self, batch: StepBatch, tables: torch.Tensor, block_size: int) -> AttentionPlan:
+        self._resident = tables
+        return super().plan_attention(batch, tables, block_size)
+
+    def update_plan(self, plan: AttentionPlan, batch: StepBatch) -> None:
+        assert isinstance(plan.parts, StepLayouts)
+        assert plan.num_decode == len(batch.rows) == len(batch.context_lens), "a replay is always as large"
+        plan.context_lens.copy_(torch.from_numpy(batch.context_lens))
+        fresh = StepLayouts(batch, self._resident, plan.block_size)
+        plan.parts.batch, plan.parts.tables = batch, fresh.tables
+        plan.parts._layouts.clear()
+
+
+class Counting:
+    """A recorder that knows how often each bucket was replayed, and in which order they were recorded."""
+
+    def __init__(self) -> None:
+        self.recorded: list[int] = []
+        self.replays: Counter[int] = Counter()
+
+    def __call__(self, run: cuda_graphs.Run) -> cuda_graphs.Run:
+        size = len(run())
+        self.recorded.append(size)
+
+        def replay() -> torch.Tensor:
+            self.replays[size] += 1
+            return run()
+
+        return replay
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    return Decoder.random(
+        MODEL, storage_dtype=torch.float32, compute_dtype=torch.float32, device=torch.device("cpu"), seed=3
+    )
+
+
+@pytest.fixture
+def counting(monkeypatch: pytest.MonkeyPatch) -> Counting:
+    counting = Counting()
+    monkeypatch.setattr(model_runner, "recorder", lambda device: counting)
+    return counting
+
+
+def make_runner(decoder: Decoder, *, graphs: bool, backend: ReferenceBackend | None = None) -> ModelRunner:
+    runner = ModelRunner(
+        decoder,
+        backend or ReplanningReference(),
+        num_blocks=CONFIG.num_blocks,
+        block_size=CONFIG.block_size,
+        max_num_requests=CONFIG.max_num_requests,
+        max_blocks=CONFIG.max_blocks,
+        kv_dtype=torch.float32,
+        device=torch.device("cpu"),
+        graphs=graphs,
+    )
+    runner.fill_blocks(range(CONFIG.num_blocks), float("nan"))
+    return runner
+
+
+def serve(runner: ModelRunner, on_step: Callable[[Engine], None] = lambda engine: None) -> dict[str, list[int]]:
+    """Six requests that come one by one and end at different times: every batch size from 1 to 6, and mixed steps."""
+    engine = Engine(CONFIG, runner, Sampler(runner.logits, runner.arg_max))
+    rng = np.random.default_rng(5)
+    prompts = [rng.integers(0, MODEL.vocab_size, length).tolist() for length in (3, 9, 1, 20, 5, 2)]
+    answers: dict[str, list[int]] = {str(index): [] for index in range(len(prompts))}
+    waiting = list(enumerate(prompts))
+    while waiting or engine.has_work:
+        if waiting:
+            index, prompt = waiting.pop(0)
+            params = SamplingParams(temperature=0.8, seed=index, max_tokens=20 + 5 * index, ignore_eos=True)
+            engine.add(str(index), prompt, params)
+        on_step(engine)
+        for _ in range(3):
+            for output in engine.step():
+                assert not output.error
+                answers[output.request_id] += output.token_ids
+    return answers
+
+
+def test_buckets_are_dense_where_batches_are_small() -> None:
+    assert BUCKETS[:7] == (1, 2, 4, 8, 16, 24, 32)
+    assert BUCKETS[-1] == 256
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"), [(1, (1,)), (2, (1, 2)), (3, (1, 2, 4)), (8, (1, 2, 4, 8)), (9, (1, 2, 4, 8, 16))]
+)
+def test_the_last_bucket_holds_the_largest_batch(most: int, sizes: tuple[int, ...]) -> None:
+    assert buckets_for(most) == sizes
+    assert bucket_of(most, sizes) == sizes[-1]
+
+
+def test_beyond_the_largest_bucket_there_is_no_graph() -> None:
+    assert buckets_for(1000) == BUCKETS
+
+
+def test_a_batch_takes_the_smallest_bucket_that_holds_it() -> None:
+    taken = {count: bucket_of(count, BUCKETS) for count in (1, 2, 3, 4, 5, 8, 9, 17, 249, 256)}
+    assert taken == {1: 1, 2: 2, 3: 4, 4: 4, 5: 8, 8: 8, 9: 16, 17: 24, 249: 256, 256: 256}
+
+
+def test_padding_has_no_context() -> None:
+    padded = DecodeRows.padded(np.array([7, 2], np.int32), np.array([30, 1], np.int32), 4)
+    assert padded.context_lens.tolist() == [30, 1, 0, 0]
+    assert padded.rows[:2].tolist() == [7, 2]
+    assert padded.query_start.tolist() == [0, 1, 2, 3, 4]
+    assert padded.num_decode == 4
+    assert padded.rows.dtype == padded.context_lens.dtype == padded.query_start.dtype == np.int32
+
+
+def test_answers_are_those_without_graphs_and_every_bucket_was_replayed(decoder: Decoder, counting: Counting) -> None:
+    expected = serve(make_runner(decoder, graphs=False))
+    assert not counting.recorded
+    runner = make_runner(decoder, graphs=True)
+    counting.replays.clear()
+    mixed = 0
+
+    def watch(engine: Engine) -> None:
+        nonlocal mixed
+        mixed += sum(bool(record.prefill_tokens and record.decode_tokens) for record in engine.steps)
+
+    assert serve(runner, watch) == expected
+    assert counting.recorded == [8, 4, 2, 1], "the largest must be recorded first"
+    assert set(counting.replays) == {1, 2, 4, 8}
+    assert mixed > 0, "no step had both kinds of rows"
+
+
+def test_a_replay_writes_the_slots_of_its_rows_and_no_other(decoder: Decoder) -> None:
+    """Every slot that the ordinary run leaves NaN stays so: padding wrote nothing."""
+    plain, graphed = make_runner(decoder, graphs=False), make_runner(decoder, graphs=True)
+    assert serve(plain) == serve(graphed)
+    for layer in range(MODEL.num_layers):
+        for block_id in range(CONFIG.num_blocks):
+            for ours, theirs in zip(
+                graphed.read_block(layer, block_id), plain.read_block(layer, block_id), strict=True
+            ):
+                assert torch.equal(ours.isnan(), theirs.isnan())
+
+
+def test_a_step_with_a_prompt_is_not_replayed(decoder: Decoder, counting: Counting) -> None:
+    runner = make_runner(decoder, graphs=True)
+    engine = Engine(CONFIG, runner, Sampler(runner.logits, runner.arg_max))
+    counting.replays.clear()
+    engine.add("long", [1] * 10, SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
+    engine.step()
+    assert not counting.replays
+    engine.step()
+    assert counting.replays == {1: 1}
+    engine.add("other", [2] * 10, SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
+    engine.step()
+    assert engine.steps[-1].prefill_tokens == 10
+    assert engine.steps[-1].decode_tokens == 1
+    assert counting.replays == {1: 1}
+
+
+def test_a_backend_whose_plans_are_fixed_is_refused(decoder: Decoder) -> None:
+    with pytest.raises(UnsupportedError, match=r"backend is 'reference'.*triton"):
+        make_runner(decoder, graphs=True, backend=ReferenceBackend())
