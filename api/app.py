@@ -5,6 +5,7 @@ Knows nothing of sockets, processes or signals.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Awaitable, Callable
 
 from fastapi import FastAPI
@@ -17,7 +18,7 @@ from pageframe.api import inspect, routes
 from pageframe.api.chat import chat_completions
 from pageframe.api.completions import completions
 from pageframe.api.errors import ApiError, internal_error, to_api_error
-from pageframe.api.middleware import HostCheck, RequestIds
+from pageframe.api.middleware import HostCheck, KeyCheck, RequestIds, check_admin
 from pageframe.api.service import ServerState
 from pageframe.api.tokens import detokenize, tokenize
 from pageframe.runtime.errors import PageframeError
@@ -34,6 +35,9 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/detokenize", detokenize),
     ("GET", "/health", routes.health),
     ("GET", "/version", routes.version),
+)
+#: Where the server has keys, these take the admin key.
+ADMIN_ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/metrics", routes.metrics),
     ("POST", "/reset_prefix_cache", routes.reset_prefix_cache),
     ("GET", "/inspect/kv", inspect.inspect_kv),
@@ -42,6 +46,11 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/inspect/requests/{request_id}", inspect.inspect_request),
     ("GET", "/inspect/steps", inspect.inspect_steps),
 )
+#: Routes of OpenAI's that are not here, and what is instead.
+INSTEAD = {
+    "/v1/responses": "instead, POST /v1/chat/completions answers a conversation, all of which comes in messages",
+    "/v1/embeddings": "the model served here writes text, with POST /v1/chat/completions, and makes no embeddings",
+}
 
 
 def create_app(state: ServerState) -> ASGIApp:
@@ -49,21 +58,30 @@ def create_app(state: ServerState) -> ASGIApp:
     # The documentation pages would load scripts from elsewhere, so there are none; /openapi.json needs nothing.
     app = FastAPI(title="Pageframe", docs_url=None, redoc_url=None, redirect_slashes=False)
     for method, path, handler in ROUTES:
-        app.add_api_route(
-            path, _bind(handler, state), methods=[method], name=handler.__name__, description=handler.__doc__
-        )
+        _add_route(app, method, path, handler, state)
+    for method, path, handler in ADMIN_ROUTES:
+        _add_route(app, method, path, _for_admin(handler), state)
     app.add_exception_handler(PageframeError, _on_known_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_bug)
-    return RequestIds(HostCheck(app, state.config.host))
+    return RequestIds(HostCheck(KeyCheck(app, state.access), state.config.host))
 
 
-def _bind(handler: Handler, state: ServerState) -> Callable[[Request], Awaitable[Response]]:
+def _add_route(app: FastAPI, method: str, path: str, handler: Handler, state: ServerState) -> None:
     async def endpoint(request: Request) -> Response:
         return await handler(state, request)
 
-    return endpoint
+    app.add_api_route(path, endpoint, methods=[method], name=handler.__name__, description=handler.__doc__)
+
+
+def _for_admin(handler: Handler) -> Handler:
+    @functools.wraps(handler)
+    async def checked(state: ServerState, request: Request) -> Response:
+        check_admin(request.scope)
+        return await handler(state, request)
+
+    return checked
 
 
 async def _on_known_error(request: Request, error: Exception) -> Response:
@@ -75,10 +93,18 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     """The router's own: no such route, or not with this method."""
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
-        message, code = f"there is no route {request.url.path[:200]!r}", "route_not_found"
+        message, code = _no_route(request.url.path), "route_not_found"
     else:
         message, code = f"{request.method} is not allowed on {request.url.path[:200]!r}", "method_not_allowed"
     return ApiError(error.status_code, message, code=code, headers=error.headers).response()
+
+
+def _no_route(path: str) -> str:
+    message = f"there is no route {path[:200]!r}"
+    for route, instead in INSTEAD.items():
+        if path == route or path.startswith(route + "/"):
+            return f"{message}: {instead}"
+    return message
 
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:

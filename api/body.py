@@ -1,55 +1,128 @@
-"""A request's body: read within its limit, and taken as a JSON object. Knows nothing of fields."""
+"""A request's body: read within limits, taken as a JSON object, and worked on where that holds nobody else up.
+
+Knows nothing of fields.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
 
-from pageframe.api.errors import ApiError
+from pageframe.api.errors import QUEUE_RETRY_AFTER_SECONDS, ApiError
 from pageframe.runtime.errors import InvalidRequestError
 
 JSON_TYPE = "application/json"
 #: Larger bodies are parsed, templated and tokenised in a thread, so that other streams go on meanwhile.
 LARGE_BODY_BYTES = 16 * 1024
+#: Still larger ones, which take seconds, come one at a time: together they would take every core, and gigabytes.
+HUGE_BODY_BYTES = 256 * 1024
+#: Bodies of the greatest length that may be held at once, read or being worked on.
+MAX_FULL_BODIES = 8
+#: Numbers, texts, lists and objects in a body, beside lists of token ids.
+MAX_VALUES = 2**18
+_BACKSLASH = ord("\\")
 
 T = TypeVar("T")
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The whole body.
+class BodyReader:
+    """Takes request bodies in, one reader for a whole server.
 
-    The content type is checked because a browser sends any other one across origins without asking first.
-
-    Raises:
-        InvalidRequestError: the content type is not application/json.
-        ApiError: 413, the body is larger than `max_bytes`.
+    Args:
+        max_bytes: of one body.
     """
-    content_type = request.headers.get("content-type", "")
-    if content_type.partition(";")[0].strip().lower() != JSON_TYPE:
-        shown = repr(content_type[:100]) if content_type else "missing"
-        raise InvalidRequestError(f"the content-type header is {shown}; it must be {JSON_TYPE}", param="content-type")
-    declared = request.headers.get("content-length", "")
-    if declared.isascii() and declared.isdigit() and int(declared) > max_bytes:
-        raise _too_large(declared, max_bytes)
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > max_bytes:
-            raise _too_large(f"more than {max_bytes}", max_bytes)
-    return bytes(body)
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        #: Of all bodies that are being read or worked on.
+        self._num_bytes = 0
+        self._huge = ThreadPoolExecutor(1, thread_name_prefix="huge-body")
+
+    async def take(
+        self,
+        request: Request,
+        work: Callable[[dict[str, Any]], T],
+        *,
+        max_ids: int = 0,
+        admit: Callable[[], None] = lambda: None,
+    ) -> T:
+        """`work(the body's object)`, in a thread where the body is large.
+
+        The content type is checked because a browser sends any other one across origins without asking first.
+
+        Args:
+            max_ids: token ids that it may hold.
+            admit: called before a large body is read, or read on; raises where it would be refused later.
+
+        Raises:
+            InvalidRequestError: the content type is not application/json, or as `parse_object`.
+            ApiError: 413, the body is larger than `max_bytes`; 429, it is large and too much is held already.
+        """
+        content_type = request.headers.get("content-type", "")
+        if content_type.partition(";")[0].strip().lower() != JSON_TYPE:
+            shown = repr(content_type[:100]) if content_type else "missing"
+            raise InvalidRequestError(
+                f"the content-type header is {shown}; it must be {JSON_TYPE}", param="content-type"
+            )
+        body = bytearray()
+        try:
+            await self._read(request, body, admit)
+            return await self._work(body, lambda: work(parse_object(body, MAX_VALUES + max_ids)))
+        finally:
+            self._num_bytes -= len(body)
+
+    async def _read(self, request: Request, body: bytearray, admit: Callable[[], None]) -> None:
+        """Fills `body`, of which every byte counts as held from here on."""
+        declared = request.headers.get("content-length", "")
+        size = int(declared) if declared.isascii() and declared.isdigit() else 0
+        if size > self._max_bytes:
+            raise _too_large(declared, self._max_bytes)
+        is_large = size > LARGE_BODY_BYTES
+        if is_large:
+            admit()
+            self._check_room(size)
+        async for chunk in request.stream():
+            body += chunk
+            self._num_bytes += len(chunk)
+            if len(body) > self._max_bytes:
+                raise _too_large(f"more than {self._max_bytes}", self._max_bytes)
+            if len(body) > LARGE_BODY_BYTES:
+                if not is_large:
+                    is_large = True
+                    admit()
+                self._check_room(0)
+
+    def _check_room(self, num_coming: int) -> None:
+        limit, num_bytes = MAX_FULL_BODIES * self._max_bytes, self._num_bytes + num_coming
+        if num_bytes > limit:
+            raise ApiError(
+                429,
+                f"the bodies of all requests have {num_bytes} bytes; together at most {limit} are held",
+                kind="rate_limit_error",
+                code="too_many_bytes",
+                headers={"retry-after": str(QUEUE_RETRY_AFTER_SECONDS)},
+            )
+
+    async def _work(self, body: bytearray, work: Callable[[], T]) -> T:
+        if len(body) <= LARGE_BODY_BYTES:
+            return work()
+        pool = self._huge if len(body) > HUGE_BODY_BYTES else None
+        return await asyncio.get_running_loop().run_in_executor(pool, work)
 
 
-def parse_object(body: bytes) -> dict[str, Any]:
+def parse_object(body: bytes | bytearray, max_values: int) -> dict[str, Any]:
     """The body as a JSON object.
 
     Raises:
         InvalidRequestError: it is no JSON (NaN, Infinity and lone surrogates are none), nested too deep, a number is
-            out of range, or it is no object.
+            out of range, there are too many values, or it is no object.
     """
+    _check_num_values(body, max_values)
     try:
         content = msgspec.json.decode(body)
     except RecursionError:
@@ -61,11 +134,41 @@ def parse_object(body: bytes) -> dict[str, Any]:
     return content
 
 
-async def prepare(body: bytes, work: Callable[[dict[str, Any]], T]) -> T:
-    """`work(the body's object)`, in a thread where the body is large."""
-    if len(body) > LARGE_BODY_BYTES:
-        return await asyncio.to_thread(lambda: work(parse_object(body)))
-    return work(parse_object(body))
+def _check_num_values(body: bytes | bytearray, limit: int) -> None:
+    """Raises: InvalidRequestError: the body has more than `limit` values.
+
+    Made into objects, millions of them hold up everything else in the process for seconds. So they are counted first,
+    by the commas and brackets outside of strings, in steps that hold up nothing.
+    """
+    if len(body) <= limit:
+        return
+    num_values, num_strings, position = 1, 0, 0
+    while position >= 0:
+        quote = body.find(b'"', position)
+        end = quote if quote >= 0 else len(body)
+        num_values += (
+            body.count(b",", position, end) + body.count(b"[", position, end) + body.count(b"{", position, end)
+        )
+        num_strings += 1
+        # A value has a name at most, so it comes with two strings at most.
+        if num_values > limit or num_strings > 2 * limit:
+            raise InvalidRequestError(
+                f"the body has more than {limit} values (numbers, texts, lists, objects)", code="too_many_values"
+            )
+        position = _string_end(body, quote) if quote >= 0 else -1
+
+
+def _string_end(body: bytes | bytearray, quote: int) -> int:
+    """Where that begins which follows the string that begins at `quote`; -1 where the string does not end."""
+    while True:
+        quote = body.find(b'"', quote + 1)
+        if quote < 0:
+            return -1
+        before = quote - 1
+        while body[before] == _BACKSLASH:
+            before -= 1
+        if (quote - before) % 2:
+            return quote + 1
 
 
 def _too_large(size: str, max_bytes: int) -> ApiError:

@@ -23,6 +23,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "chat": Command("talk to a model in the terminal", "pageframe.api.terminal_chat"),
+    "generate": Command("answer a file of requests without a server", "pageframe.api.batch_command"),
     "inspect": Command("draw a running server's pool and block tables", "pageframe.api.terminal_inspect"),
     "plan": Command("how much memory the KV cache takes here", "pageframe.api.plan_command"),
 }

@@ -9,7 +9,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pageframe.api.answers import Answer
-from pageframe.api.body import prepare, read_body
 from pageframe.api.generation import Job, Piece
 from pageframe.api.logprobs import CompletionLogprobs
 from pageframe.api.prompts import encode_prompt, engine_fields, sampling_params, stream_fields
@@ -22,8 +21,9 @@ from pageframe.runtime.tokenizer import Tokenizer
 async def completions(state: ServerState, request: Request) -> Response:
     """Continues a text."""
     service = state.accepting()
-    body = await read_body(request, state.config.max_body_bytes)
-    job = await prepare(body, lambda content: _job(service, content))
+    job = await state.bodies.take(
+        request, lambda content: _job(service, content), max_ids=service.max_model_len, admit=state.check_queue
+    )
     answer = CompletionAnswer(job, f"cmpl-{uuid.uuid4().hex}", service.model_name, service.tokenizer)
     return GenerationResponse(state, job, answer)
 

@@ -26,6 +26,17 @@ class ServerConfig:
     host: str = flag("127.0.0.1", "address to listen on; 0.0.0.0 is every IPv4 address of the machine", unit="address")
     port: int = flag(8000, "port to listen on; 0 takes a free one", unit="port")
     served_model_name: str | None = flag(None, "the model's name in the API; default: its own name", unit="name")
+    api_keys: str | None = flag(
+        None,
+        "file of API keys, one a line, alone or behind its tenant's name; default: PAGEFRAME_API_KEYS, else no key is "
+        "needed",
+        unit="file",
+    )
+    admin_key: str | None = flag(
+        None,
+        "file of the one key for /inspect, /metrics and resets where keys are needed; default: PAGEFRAME_ADMIN_KEY",
+        unit="file",
+    )
     max_queue: int = flag(1024, "most requests that wait to run; further ones are refused with 429", unit="requests")
     max_body_bytes: int = flag(16 * 1024**2, "largest request body", unit="bytes")
     drain_timeout: float = flag(

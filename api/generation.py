@@ -107,15 +107,19 @@ class _Choice:
 class Generation:
     """A context: entering submits the request, leaving aborts those of its choices that have not ended.
 
+    Args:
+        tenant: whose request it is.
+
     Raises (when made or entered):
         InvalidRequestError: the engine can never serve it.
         ApiError: 503, the server drains or the engine is dead; 429, too many requests wait.
     """
 
-    def __init__(self, state: ServerState, job: Job, response_id: str) -> None:
+    def __init__(self, state: ServerState, job: Job, response_id: str, *, tenant: str) -> None:
         self._service = state.accepting()
         self._state = state
         self._job = job
+        self._tenant = tenant
         self._choices = {
             choice_id: _Choice(index, choice_id, TextStream(self._service.tokenizer, job.params))
             for index, choice_id in enumerate(choice_ids(response_id, job.params.n))
@@ -147,7 +151,12 @@ class Generation:
             raise _rename(error, job.field_names) from None
         self._state.check_queue(job.params.n)
         self._queue = client.add(
-            self.response_id, job.prompt_token_ids, job.params, cache_salt=job.cache_salt, priority=job.priority
+            self.response_id,
+            job.prompt_token_ids,
+            job.params,
+            tenant=self._tenant,
+            cache_salt=job.cache_salt,
+            priority=job.priority,
         )
         self._state.enter()
         return self
@@ -158,12 +167,13 @@ class Generation:
         self._cut_short("abort")
         self._state.leave()
         logger.info(
-            "%s %s: %d prompt tokens, %d output tokens, %.3f s%s",
+            "%s %s: %d prompt tokens, %d output tokens, %.3f s%s%s",
             self.response_id,
             ", ".join(sorted({choice.end or "" for choice in self._choices.values()})),
             len(self._job.prompt_token_ids),
             self.num_tokens,
             time.monotonic() - self._started,
+            f", tenant {self._tenant}" if self._tenant else "",
             "" if self._job.user is None else f", user {self._job.user[:100]!r}",
         )
 

@@ -1,7 +1,7 @@
 """`run_server`: a server's first steps, in the order that makes it ready soonest.
 
-Binds first, so that a port in use is told before anything is loaded; then spawns the engine process, which takes
-longest; then imports all that speaks HTTP.
+Reads the keys and binds first, so that a wrong file of keys or a port in use is told before anything is loaded; then
+spawns the engine process, which takes longest; then imports all that speaks HTTP.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import os
 import socket
 import sys
 
+from pageframe.api.auth import Access, load_access
 from pageframe.api.config import ServerConfig
 from pageframe.runtime.config import EngineConfig
 from pageframe.runtime.engine_launch import end_engine, launch_engine, without_collections
@@ -27,8 +29,9 @@ def run_server(engine_config: EngineConfig, server_config: ServerConfig) -> int:
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("uvicorn").setLevel("WARNING")
     try:
+        access = load_access(server_config, os.environ)
         with bind(server_config) as listener:
-            asyncio.run(_serve(listener, engine_config, server_config))
+            asyncio.run(_serve(listener, engine_config, server_config, access))
         return 0
     except StartupError as error:
         sys.stderr.write(f"pageframe: {error}\n")
@@ -62,12 +65,16 @@ def bind(config: ServerConfig) -> socket.socket:
     return listener
 
 
-async def _serve(listener: socket.socket, engine_config: EngineConfig, server_config: ServerConfig) -> None:
+async def _serve(
+    listener: socket.socket, engine_config: EngineConfig, server_config: ServerConfig, access: Access
+) -> None:
     process = await launch_engine(server_config.log_level)
     try:
         with without_collections():
             from pageframe.api.server import load_service, serve_until_signal
 
-        await serve_until_signal(listener, server_config, lambda: load_service(process, engine_config, server_config))
+        await serve_until_signal(
+            listener, server_config, access, lambda: load_service(process, engine_config, server_config)
+        )
     finally:
         await end_engine(process)

@@ -1,4 +1,4 @@
-"""What happens around every route, as plain ASGI: request ids, the Host check, the last resort against failures.
+"""What happens around every route, as plain ASGI: request ids, the Host check, keys, the last resort against failures.
 
 Plain ASGI because a wrapper that owns `receive` hides a client's going away. Knows nothing of what routes do.
 """
@@ -13,6 +13,7 @@ import uuid
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pageframe.api.auth import ANYONE, Access, Caller
 from pageframe.api.errors import ApiError
 
 logger = logging.getLogger(__name__)
@@ -21,6 +22,11 @@ REQUEST_ID_RULE = "1 to 128 letters, digits or any of . _ : -"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _LABEL = re.compile(r"[a-z0-9_-]+")
 _SCOPE_KEY = "pageframe.label"
+_CALLER_KEY = "pageframe.caller"
+#: The one path that needs no key, as it is sent.
+_OPEN_PATH = b"/health"
+_NOBODY = Caller("", is_admin=False)
+_CHALLENGE = 'Bearer realm="pageframe"'
 #: Suffixes that no public name can have, so no web page's own name either.
 _PRIVATE_SUFFIXES = (".local", ".internal", ".home.arpa", ".lan")
 
@@ -113,6 +119,72 @@ class HostCheck:
         if self._loopback_only:
             return False
         return _LABEL.fullmatch(name) is not None or name.endswith(_PRIVATE_SUFFIXES)
+
+
+class KeyCheck:
+    """Where the server has keys, answers 401 to whoever sends none of them, whatever is asked for, but at /health.
+
+    Denying comes first: a request is let through by its key or by its path as it was sent, before anything is decoded
+    or routed and before its body is read.
+    """
+
+    def __init__(self, app: ASGIApp, access: Access) -> None:
+        self._app = app
+        self._access = access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            try:
+                scope[_CALLER_KEY] = self._caller(scope)
+            except ApiError as error:
+                await error.response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _caller(self, scope: Scope) -> Caller:
+        if not self._access.needs_key:
+            return ANYONE
+        if scope.get("raw_path") == _OPEN_PATH:
+            return _NOBODY
+        key = _bearer_key(scope)
+        if key is None:
+            raise _unauthorized(
+                "this server needs an API key, in one header such as 'Authorization: Bearer KEY'", "missing_api_key", ""
+            )
+        caller = self._access.find(key)
+        if caller is None:
+            raise _unauthorized("the API key is not one of this server's", "invalid_api_key", ', error="invalid_token"')
+        return caller
+
+
+def request_caller(scope: Scope) -> Caller:
+    """Who sends this request."""
+    caller: Caller = scope[_CALLER_KEY]
+    return caller
+
+
+def check_admin(scope: Scope) -> None:
+    """Raises: ApiError: 403, this request's key is not the admin key."""
+    if not request_caller(scope).is_admin:
+        raise ApiError(
+            403,
+            "this route needs the admin key, which the server is given with --admin-key",
+            code="admin_key_needed",
+            headers={"www-authenticate": _CHALLENGE + ', error="insufficient_scope"'},
+        )
+
+
+def _unauthorized(message: str, code: str, details: str) -> ApiError:
+    return ApiError(401, message, code=code, headers={"www-authenticate": _CHALLENGE + details})
+
+
+def _bearer_key(scope: Scope) -> bytes | None:
+    """The key of the one Authorization header; None where there is none, or more than one."""
+    values = [value for name, value in scope["headers"] if name == b"authorization"]
+    if len(values) != 1:
+        return None
+    scheme, _, key = bytes(values[0]).partition(b" ")
+    return (key.strip() or None) if scheme.lower() == b"bearer" else None
 
 
 def _given_id(scope: Scope) -> str | None:

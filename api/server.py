@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Iterator
 import uvicorn
 
 from pageframe.api.app import create_app
+from pageframe.api.auth import Access
 from pageframe.api.config import ServerConfig
 from pageframe.api.loading_bar import loading_bar
 from pageframe.api.metrics import Metrics
@@ -77,13 +78,13 @@ async def _load(
     return Service(client, tokenizer, template, name, defaults, metrics)
 
 
-async def serve_until_signal(listener: socket.socket, config: ServerConfig, load: Load) -> None:
+async def serve_until_signal(listener: socket.socket, config: ServerConfig, access: Access, load: Load) -> None:
     """`serve` until SIGTERM or Ctrl-C; a second one ends running requests at once. Must run in the main thread.
 
     Raises:
         StartupError: from `load`.
     """
-    state = ServerState(config)
+    state = ServerState(config, access)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, state.stop)
@@ -107,7 +108,7 @@ async def serve(listener: socket.socket, state: ServerState, load: Load) -> None
     try:
         state.service = await _load_unless_stopped(state, load)
         if state.service is not None:
-            _announce(state.service, state.config, port)
+            _announce(state.service, state, port)
             await state.stopping.wait()
             await _drain(state)
     finally:
@@ -196,15 +197,17 @@ def describe_arithmetic(resolved: ResolvedConfig) -> str:
     )
 
 
-def _announce(service: Service, config: ServerConfig, port: int) -> None:
-    host = f"[{config.host}]" if ":" in config.host else config.host
+def _announce(service: Service, state: ServerState, port: int) -> None:
+    host = f"[{state.config.host}]" if ":" in state.config.host else state.config.host
     url = f"http://{host}:{port}"
     route, body = "chat/completions", """{"messages": [{"role": "user", "content": "What is a page frame?"}]}"""
     if service.template is None:
         route, body = "completions", """{"prompt": "Once upon a time"}"""
+    key = ' -H "authorization: Bearer $KEY"' if state.access.needs_key else ""
     lines = [
         f"Pageframe serves {service.model_name} on {url}",
-        f"Try it: curl {url}/v1/{route} -H 'content-type: application/json' -d '{body}'",
+        f"Try it: curl {url}/v1/{route} -H 'content-type: application/json'{key} -d '{body}'",
+        *([f"Opened by keys: {state.access}"] if state.access.needs_key else []),
         describe_arithmetic(service.client.resolved),
         *(f"Note: {note}" for note in service.client.resolved.notes),
     ]

@@ -9,6 +9,8 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from pageframe.api.auth import Access
+from pageframe.api.body import BodyReader
 from pageframe.api.config import ServerConfig
 from pageframe.api.errors import ApiError, engine_dead, queue_full, shutting_down, unavailable
 from pageframe.api.metrics import Metrics
@@ -61,6 +63,7 @@ class ServerState:
     """Where the server stands in its life: starting, ready, draining. Made inside the running event loop.
 
     Args:
+        access: the keys that open it.
         service: None until the model is ready.
         stopping: set by the first `stop()`; from then on no new work is taken.
         cut: done when running requests are to end at once.
@@ -68,14 +71,17 @@ class ServerState:
     """
 
     config: ServerConfig
+    access: Access
     service: Service | None = None
     num_active: int = 0
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     cut: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    bodies: BodyReader = field(init=False)
 
     def __post_init__(self) -> None:
         self.idle.set()
+        self.bodies = BodyReader(self.config.max_body_bytes)
 
     @property
     def draining(self) -> bool:
@@ -103,7 +109,7 @@ class ServerState:
             raise shutting_down()
         return self.ready()
 
-    def check_queue(self, num_choices: int) -> None:
+    def check_queue(self, num_choices: int = 1) -> None:
         """The bound of the queue. The engine's latest count of those that run is at most a step old.
 
         Raises:

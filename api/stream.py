@@ -16,7 +16,7 @@ from pageframe.api.answers import Answer
 from pageframe.api.encoding import sse_event
 from pageframe.api.errors import ApiError, internal_error, shutting_down, to_api_error
 from pageframe.api.generation import Generation, Job, join_pieces
-from pageframe.api.middleware import request_label
+from pageframe.api.middleware import request_caller, request_label
 from pageframe.api.service import ServerState
 from pageframe.runtime.errors import PageframeError
 
@@ -45,7 +45,8 @@ class GenerationResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         label = request_label(scope)
         label.value = self._job.request_id or label.value or self._answer.response_id
-        with Generation(self._state, self._job, self._answer.response_id) as generation:
+        tenant = request_caller(scope).tenant
+        with Generation(self._state, self._job, self._answer.response_id, tenant=tenant) as generation:
             work = self._send_stream if self._job.stream else self._send_whole
             await self._while_wanted(generation, receive, work(generation, scope, receive, send))
 

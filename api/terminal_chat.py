@@ -27,6 +27,7 @@ from pageframe.api.terminal_http import (
     ServerError,
     fetch_json,
     full_path,
+    key_header,
     open_connection,
     print_error,
     refusal,
@@ -154,7 +155,7 @@ def stream_chunks(url: str, body: Json) -> Generator[Json, None, None]:
             connection.connect()
             # Only connecting has a limit: a request may wait long for its turn, and Ctrl-C ends the wait.
             connection.sock.settimeout(None)
-            headers = {"content-type": "application/json"}
+            headers = {"content-type": "application/json", **key_header()}
             connection.request("POST", full_path(url, "/v1/chat/completions"), json.dumps(body), headers)
             response = connection.getresponse()
         except (OSError, http.client.HTTPException) as error:

@@ -1,4 +1,4 @@
-"""What the terminal commands need of HTTP: a server's address, GET of a JSON object, and errors as one line.
+"""What the terminal commands need of HTTP: a server's address, a key, GET of a JSON object, errors as one line.
 
 Knows nothing of what is asked or drawn.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import os
 import urllib.parse
 from typing import Any
 
@@ -19,6 +20,8 @@ Json = dict[str, Any]
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_SECONDS = 30.0
+#: Holds the key that is sent to a server.
+KEY_VARIABLE = "PAGEFRAME_API_KEY"
 
 
 class ServerError(PageframeError):
@@ -61,15 +64,29 @@ def full_path(url: str, path: str) -> str:
     return urllib.parse.urlsplit(url).path + path
 
 
+def key_header() -> dict[str, str]:
+    """What tells a server with keys who asks, from the environment; nothing where that holds no key.
+
+    Raises:
+        ServerError: no HTTP header may carry it.
+    """
+    key = os.environ.get(KEY_VARIABLE, "")
+    if not (key.isascii() and key.isprintable()):
+        raise ServerError(f"{KEY_VARIABLE} holds a character that no HTTP header may carry")
+    return {"authorization": f"Bearer {key}"} if key else {}
+
+
 def fetch_json(url: str, path: str, timeout: float = TIMEOUT_SECONDS) -> Json:
     """GET a JSON object.
 
     Raises:
         ServerError: no answer, another status than 200, or something else than a JSON object.
     """
+    # /health needs no key, and is asked of whoever may listen there.
+    headers = {} if path == "/health" else key_header()
     connection = open_connection(url, timeout)
     try:
-        connection.request("GET", full_path(url, path))
+        connection.request("GET", full_path(url, path), headers=headers)
         response = connection.getresponse()
         body = response.read()
     except (OSError, http.client.HTTPException) as error:

@@ -20,6 +20,7 @@ from types import FrameType
 
 from rich.console import Console
 
+from pageframe.api.auth import ADMIN_KEY_VARIABLE, API_KEYS_VARIABLE
 from pageframe.api.terminal_http import ServerError, fetch_json
 
 SERVE_COMMAND = (sys.executable, "-m", "pageframe.api.cli", "serve")
@@ -100,10 +101,17 @@ def own_server(
     arguments = [*command, "--port", str(port), "--drain-timeout", "0", "--log-level", "warning"]
     if model is not None:
         arguments += ["--model", model]
+    # Whoever talks to it has started it, and needs no key.
+    environ = {name: value for name, value in os.environ.items() if name not in (API_KEYS_VARIABLE, ADMIN_KEY_VARIABLE)}
     with tempfile.NamedTemporaryFile(prefix="pageframe-serve-", suffix=".log", delete=False) as log:
         # Its own session: Ctrl-C in the terminal stops an answer, not the server.
         child = subprocess.Popen(
-            arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            arguments,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
     server = OwnServer(child, f"http://127.0.0.1:{port}", Path(log.name))
     try:

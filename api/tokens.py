@@ -1,4 +1,7 @@
-"""POST /tokenize and /detokenize: what the engine would see of a text or of messages, and the way back."""
+"""POST /tokenize and /detokenize: what the engine would see of a text or of messages, and the way back.
+
+Answers are made into JSON where they are computed: that, too, takes long where there are many tokens.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pageframe.api.body import prepare, read_body
-from pageframe.api.encoding import json_response
-from pageframe.api.prompts import render_chat
+from pageframe.api.encoding import encode_json
+from pageframe.api.prompts import encode_prompt, render_chat
 from pageframe.api.schemas import DetokenizeBody, TokenizeBody, check_body
 from pageframe.api.service import ServerState, Service
 from pageframe.runtime.errors import InvalidRequestError
@@ -18,19 +20,20 @@ from pageframe.runtime.errors import InvalidRequestError
 async def tokenize(state: ServerState, request: Request) -> Response:
     """The token ids of a prompt or of messages."""
     service = state.ready()
-    body = await read_body(request, state.config.max_body_bytes)
-    ids = await prepare(body, lambda content: _tokenize(service, content))
-    return json_response({"tokens": ids, "count": len(ids), "max_model_len": service.max_model_len})
+    answer = await state.bodies.take(request, lambda content: _tokenize(service, content))
+    return Response(answer, media_type="application/json")
 
 
 async def detokenize(state: ServerState, request: Request) -> Response:
     """The text of token ids, special tokens included."""
     service = state.ready()
-    body = await read_body(request, state.config.max_body_bytes)
-    return json_response({"prompt": await prepare(body, lambda content: _detokenize(service, content))})
+    answer = await state.bodies.take(
+        request, lambda content: _detokenize(service, content), max_ids=service.max_model_len
+    )
+    return Response(answer, media_type="application/json")
 
 
-def _tokenize(service: Service, content: dict[str, Any]) -> list[int]:
+def _tokenize(service: Service, content: dict[str, Any]) -> bytes:
     body = check_body(TokenizeBody, content)
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
@@ -39,10 +42,12 @@ def _tokenize(service: Service, content: dict[str, Any]) -> list[int]:
     text = body.prompt if body.messages is None else render_chat(service, body.messages, body)
     assert text is not None
     add_special = is_text if body.add_special_tokens is None else body.add_special_tokens
-    return service.tokenizer.encode(text, add_special_tokens=add_special)
+    param = "prompt" if is_text else "messages"
+    ids = encode_prompt(service, text, add_special_tokens=add_special, param=param)
+    return encode_json({"tokens": ids, "count": len(ids), "max_model_len": service.max_model_len})
 
 
-def _detokenize(service: Service, content: dict[str, Any]) -> str:
+def _detokenize(service: Service, content: dict[str, Any]) -> bytes:
     body = check_body(DetokenizeBody, content)
     service.check_model(body.model)
     for index, token_id in enumerate(body.tokens):
@@ -51,4 +56,4 @@ def _detokenize(service: Service, content: dict[str, Any]) -> str:
                 f"tokens[{index}] is {token_id}; it must be at least 0 and below the vocabulary's {service.vocab_size}",
                 param="tokens",
             )
-    return service.tokenizer.decode(body.tokens, skip_special_tokens=False)
+    return encode_json({"prompt": service.tokenizer.decode(body.tokens, skip_special_tokens=False)})

@@ -6,7 +6,7 @@ Pure Python, once per choice, outside the engine. It knows nothing of logits, of
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -52,11 +52,13 @@ class TextStream:
     Args:
         tokenizer: gives each token's bytes.
         params: uses stop, min_tokens, include_stop_str_in_output, skip_special_tokens.
+        shown_ids: special tokens that are text all the same, such as marks of tool calls.
     """
 
-    def __init__(self, tokenizer: TokenBytes, params: SamplingParams) -> None:
+    def __init__(self, tokenizer: TokenBytes, params: SamplingParams, shown_ids: Collection[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._params = params
+        self._shown_ids = shown_ids
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._matcher = _StopMatcher(params.stop) if params.stop else None
         self._held = ""
@@ -85,9 +87,8 @@ class TextStream:
         return TextDelta("".join(decided), None, self._num_tokens)
 
     def _bytes(self, token_id: int) -> bytes:
-        if self._params.skip_special_tokens and self._tokenizer.is_special(token_id):
-            return b""
-        return self._tokenizer.token_bytes(token_id)
+        is_skipped = self._params.skip_special_tokens and self._tokenizer.is_special(token_id)
+        return b"" if is_skipped and token_id not in self._shown_ids else self._tokenizer.token_bytes(token_id)
 
     def _feed(self, new: str, decided: list[str]) -> str | None:
         """Appends to `decided` what `new` decides; the stop string that `new` completes, or None."""

@@ -89,7 +89,8 @@ class Tokenizer:
         """
         inner = self._inner if parse_special else self._without_special()
         try:
-            ids: list[int] = inner.encode(text, add_special_tokens=add_special_tokens).ids
+            # Of one text alone, the library holds the interpreter's lock until it is encoded; of a list it does not.
+            ids: list[int] = inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except (UnicodeEncodeError, TypeError):
             lone = next((char for char in text if "\ud800" <= char <= "\udfff"), None)
             if lone is None:

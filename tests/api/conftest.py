@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from pageframe.api.auth import load_access
 from pageframe.api.config import ServerConfig
 from pageframe.api.launch import bind
 from pageframe.api.metrics import Metrics
@@ -78,7 +79,7 @@ class RunningServer:
 
     async def _run(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self.state = ServerState(self.config)
+        self.state = ServerState(self.config, load_access(self.config, {}))
         try:
             await serve(self._listener, self.state, self._load)
         except Exception as error:

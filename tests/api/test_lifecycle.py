@@ -410,6 +410,7 @@ import asyncio
 import sys
 sys.path.insert(0, sys.argv[1])
 from fakes import ByteTokenizer, FakeEngine, PlainTemplate
+from pageframe.api.auth import Access
 from pageframe.api.launch import bind
 from pageframe.api.server import serve_until_signal
 from pageframe.api.config import ServerConfig
@@ -423,7 +424,7 @@ async def load():
     return Service(engine, ByteTokenizer(), PlainTemplate(), "tiny", {}, metrics)
 
 with bind(ServerConfig(port=0)) as listener:
-    asyncio.run(serve_until_signal(listener, ServerConfig(), load))
+    asyncio.run(serve_until_signal(listener, ServerConfig(), Access(), load))
 """
 
 

@@ -194,6 +194,13 @@ def test_special_tokens_are_skipped_if_asked() -> None:
     assert TextStream(tokenizer, SamplingParams()).push([0, 99, 1], final=True).text == "aé"
 
 
+def test_special_tokens_that_mark_something_are_shown_among_skipped_ones() -> None:
+    tokenizer = FakeTokenizer([b"a", b"<eos>", b"[CALL]"], first_special=1)
+    text_stream = TextStream(tokenizer, SamplingParams(stop=("]a",)), shown_ids={2})
+    assert text_stream.push([0, 1, 2]) == TextDelta("a[CALL", None, 3)
+    assert text_stream.push([1, 0]) == TextDelta("", "]a", 5)
+
+
 @pytest.mark.parametrize("last", ["stop", "final"])
 def test_nothing_may_be_pushed_after_the_end(last: str) -> None:
     text_stream = stream([b"stop"], SamplingParams(stop=("stop",)))

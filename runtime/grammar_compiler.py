@@ -1,0 +1,229 @@
+"""Makes grammars ready: the one place where a request's schema, regular expression or grammar is compiled.
+
+Compiling blocks, so the caller gives it a thread that nothing else waits for. Every grammar is tried in a process of
+its own first (grammar_trial.py). Knows no requests and no scheduler.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import queue
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pageframe.runtime.errors import InvalidRequestError
+from pageframe.runtime.grammar import GRAMMAR_KINDS, CompiledGrammar, GrammarSpec, one_line
+from pageframe.runtime.grammar_trial import GrammarTrial, TrialLimits, compile_grammar
+from pageframe.runtime.grammar_vocabulary import ModelTokens
+from pageframe.runtime.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+    from llguidance._lib import JsonCompileOptions
+
+#: llguidance's options for JSON, where a schema does not set its own under "x-guidance". White space is what json.dumps
+#: and people write, one space or a line break and an indentation: without a bound a small model may never end it.
+JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"[ ]|\r?\n[ \t]{0,64}"}
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarLimits:
+    """What grammars may take.
+
+    Args:
+        source_bytes: of one grammar's source, as UTF-8.
+        cached_grammars, cached_bytes: compiled grammars that are kept, and their sources' bytes in all.
+        num_trials: grammars tried at once.
+    """
+
+    source_bytes: int = 256 * 1024
+    cached_grammars: int = 64
+    cached_bytes: int = 4 * 1024**2
+    num_trials: int = 2
+    trial: TrialLimits = field(default_factory=TrialLimits)
+
+
+class _RefusedError(Exception):
+    """A grammar that cannot be used, and why."""
+
+
+class GrammarCompiler:
+    """Compiles grammars for one model. Safe to use from several threads; `close` ends its child processes.
+
+    Args:
+        vocab_size: the model's, which may be larger than the tokenizer's.
+        eos_token_ids: tokens that end a text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        limits: GrammarLimits | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._limits = limits or GrammarLimits()
+        self._vocabulary_lock = threading.Lock()
+        self._vocabulary: LLTokenizer | None = None
+        self._trials: queue.LifoQueue[GrammarTrial] = queue.LifoQueue()
+        self._lock = threading.Lock()
+        self._compiled: OrderedDict[GrammarSpec, CompiledGrammar] = OrderedDict()
+        self._cached_bytes = 0
+        self._compiling: dict[GrammarSpec, Future[CompiledGrammar]] = {}
+
+    def compile(self, spec: GrammarSpec, *, param: str = "response_format") -> CompiledGrammar:
+        """The grammar, compiled now or before. Blocks until it is there; the limits say how long that may take.
+
+        Args:
+            param: the request's field that it comes from, for the error.
+
+        Raises:
+            InvalidRequestError: it is no valid grammar, needs what llguidance does not have, or exceeds a limit.
+        """
+        compiled = self._cached(spec)
+        if compiled is not None:
+            return compiled
+        with self._lock:
+            # Requests that bring the same grammar at the same time wait for the first of them.
+            future = self._compiling.get(spec)
+            is_first = future is None
+            if future is None:
+                future = self._compiling[spec] = Future()
+        if is_first:
+            self._fulfil(future, spec)
+        try:
+            return future.result()
+        except _RefusedError as error:
+            raise InvalidRequestError(f"{param} {error}", param=param) from None
+
+    def prepare(self) -> None:
+        """Do now what the first grammar would wait for, a second or two for a large vocabulary.
+
+        Raises:
+            InvalidRequestError: this model, or what is installed, does not allow any grammar.
+        """
+        self.compile(GrammarSpec("json_object"))
+
+    def close(self) -> None:
+        """End the child processes; none may be at work."""
+        while not self._trials.empty():
+            self._trials.get_nowait().close()
+
+    def _cached(self, spec: GrammarSpec) -> CompiledGrammar | None:
+        with self._lock:
+            compiled = self._compiled.get(spec)
+            if compiled is not None:
+                self._compiled.move_to_end(spec)
+        if compiled is None or not compiled.is_worn_out():
+            return compiled
+        with self._lock:
+            if self._compiled.get(spec) is compiled:
+                self._drop(spec)
+        return None
+
+    def _fulfil(self, future: Future[CompiledGrammar], spec: GrammarSpec) -> None:
+        compiled = None
+        try:
+            compiled = self._compile(spec)
+        except BaseException as error:
+            future.set_exception(error)
+        with self._lock:
+            del self._compiling[spec]
+            if compiled is not None:
+                self._keep(spec, compiled)
+        if compiled is not None:
+            future.set_result(compiled)
+
+    def _keep(self, spec: GrammarSpec, compiled: CompiledGrammar) -> None:
+        """Cache it; what was used longest ago makes room."""
+        self._compiled[spec] = compiled
+        self._cached_bytes += len(spec.source)
+        while len(self._compiled) > self._limits.cached_grammars or self._cached_bytes > self._limits.cached_bytes:
+            self._drop(next(iter(self._compiled)))
+
+    def _drop(self, spec: GrammarSpec) -> None:
+        del self._compiled[spec]
+        self._cached_bytes -= len(spec.source)
+
+    def _compile(self, spec: GrammarSpec) -> CompiledGrammar:
+        size = len(spec.source.encode("utf-8", "surrogatepass"))
+        if size > self._limits.source_bytes:
+            raise _RefusedError(f"has {_name(spec)} of {size} bytes; at most {self._limits.source_bytes} are allowed")
+        vocabulary = self._load_vocabulary()
+        try:
+            grammar = to_llguidance(spec)
+        except (ValueError, RecursionError) as error:
+            raise _RefusedError(f"has {_name(spec)} that is not valid: {one_line(str(error))}") from None
+        trial = self._trials.get()
+        try:
+            complaint = trial.complaint(grammar)
+        finally:
+            self._trials.put(trial)
+        if not complaint:
+            start, complaint = compile_grammar(vocabulary, grammar, self._limits.trial)
+        if complaint:
+            raise _RefusedError(f"has {_name(spec)} that cannot be used: {one_line(complaint)}")
+        return CompiledGrammar(start, frozenset(self._eos_token_ids), -(-self._vocab_size // 32))
+
+    def _load_vocabulary(self) -> LLTokenizer:
+        with self._vocabulary_lock:
+            if self._vocabulary is None:
+                if not self._eos_token_ids:
+                    raise _RefusedError("asks for a grammar; this model has no end-of-text token to end its text with")
+                if importlib.util.find_spec("llguidance") is None:
+                    raise _RefusedError("asks for a grammar; that needs llguidance, which is not installed here")
+                tokens = ModelTokens(self._tokenizer, self._vocab_size, self._eos_token_ids)
+                self._vocabulary = tokens.load()
+                for _ in range(self._limits.num_trials):
+                    self._trials.put(GrammarTrial(tokens, self._limits.trial))
+            return self._vocabulary
+
+
+def to_llguidance(spec: GrammarSpec) -> str:
+    """The grammar as llguidance takes it, not compiled.
+
+    Raises:
+        ValueError: the source is not of its kind, or there is no such kind.
+    """
+    from llguidance import LLMatcher
+
+    if spec.kind == "json_schema":
+        # True and false are schemas too; {} is true in the form that can carry options.
+        schema = "{}" if spec.source.strip() == "true" else spec.source
+        return LLMatcher.grammar_from_json_schema(schema, defaults=JSON_OPTIONS)
+    if spec.kind == "json_object":
+        return LLMatcher.grammar_from_json_schema('{"type": "object"}', defaults=JSON_OPTIONS)
+    if spec.kind == "regex":
+        return LLMatcher.grammar_from_regex(spec.source)
+    if spec.kind == "choice":
+        return _lark("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, _choices(spec.source))))
+    if spec.kind == "lark":
+        return _lark(spec.source)
+    raise ValueError(f"its kind is {spec.kind!r}; it must be one of {', '.join(GRAMMAR_KINDS)}")
+
+
+def _lark(source: str) -> str:
+    # llguidance would take a text that starts with "{" for a list of grammars with settings of its own.
+    return json.dumps({"grammars": [{"lark_grammar": source}]})
+
+
+def _choices(source: str) -> list[str]:
+    choices = json.loads(source)
+    if not isinstance(choices, list) or not choices:
+        raise ValueError("it must be a list of at least one text")
+    for choice in choices:
+        if not isinstance(choice, str) or not choice:
+            raise ValueError(f"it has {choice!r}; each choice must be a text of at least one character")
+    return choices
+
+
+def _name(spec: GrammarSpec) -> str:
+    return f"a {GRAMMAR_KINDS.get(spec.kind, 'grammar')}"
