@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from pageframe.api.encoding import DONE_EVENT, encode_json, sse_event
-from pageframe.api.generation import Job, Piece
+from pageframe.api.job import Job, Piece
+from pageframe.api.logprobs import prompt_logprobs
+from pageframe.runtime.tokenizer import Tokenizer
 
 
 class Answer(ABC):
@@ -19,25 +21,32 @@ class Answer(ABC):
 
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
+    #: What is said of prompts stands beside each choice; if not, beside `choices`, since there is but one prompt.
+    prompt_in_choice: ClassVar[bool]
 
-    def __init__(self, job: Job, response_id: str, model_name: str) -> None:
+    def __init__(self, job: Job, response_id: str, model_name: str, tokenizer: Tokenizer) -> None:
         self._job = job
+        self._tokenizer = tokenizer
         self._identity = {"id": response_id, "created": int(time.time()), "model": model_name}
         #: Choices of which a chunk has gone out.
         self._begun: set[int] = set()
         self.response_id = response_id
 
     @abstractmethod
-    def message(self, text: str) -> dict[str, Any]:
-        """The choice's field that holds the whole text."""
+    def message(self, piece: Piece) -> dict[str, Any]:
+        """The choice's fields that hold the whole answer, of all its pieces joined."""
 
     @abstractmethod
-    def delta(self, text: str) -> dict[str, Any]:
-        """A chunk's field that holds new text."""
+    def deltas(self, piece: Piece) -> list[dict[str, Any]]:
+        """Chunks' fields that hold what the piece adds, one per chunk; none where it decides nothing yet."""
 
     @abstractmethod
     def opening(self) -> list[dict[str, Any]]:
-        """Such fields that come before any text of a choice, one per chunk."""
+        """Such fields that come before any other of a choice."""
+
+    @abstractmethod
+    def blank(self) -> dict[str, Any]:
+        """Such a field that adds nothing, for a chunk that only carries logprobs or token ids."""
 
     @abstractmethod
     def closing(self) -> dict[str, Any]:
@@ -47,25 +56,41 @@ class Answer(ABC):
     def logprobs(self, piece: Piece) -> dict[str, Any]:
         """The logprobs of the piece's tokens, which follow those of its choice's piece before."""
 
+    def finish_reason(self, piece: Piece) -> str | None:
+        """To be asked after `message` or `deltas` have seen the choice's last piece."""
+        return piece.finish_reason
+
     def whole(self, pieces: Sequence[Piece], usage: dict[str, Any]) -> bytes:
         """The whole answer, of all pieces joined to one for each choice."""
         choices = [self._whole_choice(piece) for piece in pieces]
         content = {**self._identity, "object": self.whole_object, "choices": choices, "usage": usage}
-        if self._job.return_token_ids:
-            content["prompt_token_ids"] = self._job.prompt_token_ids
+        if not self.prompt_in_choice:
+            content |= self._prompt_fields(pieces[0])
         return encode_json(content)
 
     def _whole_choice(self, piece: Piece) -> dict[str, Any]:
         choice = {
             "index": piece.index,
-            **self.message(piece.text),
+            **self.message(piece),
             "logprobs": self._logprobs(piece),
-            "finish_reason": piece.finish_reason,
+            "finish_reason": self.finish_reason(piece),
             "stop_reason": piece.stop_reason,
         }
         if self._job.return_token_ids:
             choice["token_ids"] = piece.token_ids
+        if self.prompt_in_choice:
+            choice |= self._prompt_fields(piece)
         return choice
+
+    def _prompt_fields(self, piece: Piece) -> dict[str, Any]:
+        """What was asked for of the prompt of the piece's choice."""
+        token_ids, num_top = self._job.prompt_of(piece.index), self._job.num_prompt_logprobs
+        fields: dict[str, Any] = {}
+        if self._job.return_token_ids:
+            fields["prompt_token_ids"] = token_ids
+        if num_top is not None:
+            fields["prompt_logprobs"] = prompt_logprobs(token_ids, piece.prompt_logprobs, num_top, self._tokenizer)
+        return fields
 
     def events(self, piece: Piece, usage: dict[str, Any]) -> bytes:
         """The chunks that a piece makes; none where it decides nothing yet.
@@ -73,14 +98,17 @@ class Answer(ABC):
         Logprobs and token ids go out with the piece that brings their tokens, before text that is still open.
         """
         chunks: list[bytes] = []
-        index = piece.index
-        if index not in self._begun:
-            chunks += [self._chunk(usage, index, field, None) for field in self.opening()]
-        if piece.text or piece.logprobs or (self._job.return_token_ids and piece.token_ids):
-            chunks.append(self._chunk(usage, index, self.delta(piece.text), piece))
+        if piece.index not in self._begun:
+            chunks += [self._chunk(usage, piece, field) for field in self.opening()]
+        fields = self.deltas(piece)
+        brings_more = bool(piece.logprobs or (self._job.return_token_ids and piece.token_ids))
+        if brings_more and not fields:
+            fields = [self.blank()]
+        for number, field in enumerate(fields):
+            chunks.append(self._chunk(usage, piece, field, brings_more=number == 0))
         if piece.finish_reason is not None:
-            reasons = {"finish_reason": piece.finish_reason, "stop_reason": piece.stop_reason}
-            chunks.append(self._chunk(usage, index, self.closing(), None, reasons))
+            reasons = {"finish_reason": self.finish_reason(piece), "stop_reason": piece.stop_reason}
+            chunks.append(self._chunk(usage, piece, self.closing(), reasons=reasons))
         return b"".join(chunks)
 
     def last_events(self, usage: dict[str, Any]) -> bytes:
@@ -93,15 +121,17 @@ class Answer(ABC):
     def _chunk(
         self,
         usage: dict[str, Any],
-        index: int,
+        piece: Piece,
         field: dict[str, Any],
-        piece: Piece | None,
+        *,
+        brings_more: bool = False,
         reasons: dict[str, Any] | None = None,
     ) -> bytes:
+        """A chunk of the piece's choice. `brings_more`: it carries the piece's logprobs and token ids."""
         choice = {
-            "index": index,
+            "index": piece.index,
             **field,
-            "logprobs": None if piece is None else self._logprobs(piece),
+            "logprobs": self._logprobs(piece) if brings_more else None,
             **(reasons or {"finish_reason": None}),
         }
         content = {**self._identity, "object": self.chunk_object, "choices": [choice]}
@@ -110,10 +140,12 @@ class Answer(ABC):
         elif self._job.include_usage:
             content["usage"] = None
         if self._job.return_token_ids:
-            choice["token_ids"] = [] if piece is None else piece.token_ids
-            if not self._begun:
-                content["prompt_token_ids"] = self._job.prompt_token_ids
-        self._begun.add(index)
+            choice["token_ids"] = piece.token_ids if brings_more else []
+        if self.prompt_in_choice and piece.index not in self._begun:
+            choice |= self._prompt_fields(piece)
+        elif not self._begun:
+            content |= self._prompt_fields(piece)
+        self._begun.add(piece.index)
         return sse_event(content)
 
     def _logprobs(self, piece: Piece) -> dict[str, Any] | None:

@@ -136,14 +136,14 @@ def run(args: argparse.Namespace) -> int:
     engine_config = read_flags(args, EngineConfig)
     # Whoever waits for the engine here is this command's own, so none is turned away.
     server_config = ServerConfig(served_model_name=args.served_model_name, max_queue=MAX_MAX_QUEUE)
-    num_lines, custom_ids = scan_requests(args.input)
+    requests = scan_requests(args.input)
     if args.output.exists() and args.output.samefile(args.input):
         raise ConfigError(f"--input and --output are both {args.output}; results need a file of their own")
-    with open_file(args.input, "rb") as file, open_results(args.output, custom_ids) as results:
+    with open_file(args.input, "rb") as file, open_results(args.output, requests) as results:
         lines = (line for line in read_requests(file) if not results.has(line))
-        batch = Batch(lines, results, num_lines, args.concurrency)
+        batch = Batch(lines, results, requests.num_lines, args.concurrency)
         if not batch.num_open:
-            sys.stderr.write(f"All {num_lines} requests have their results in {args.output} already\n")
+            sys.stderr.write(f"All {requests.num_lines} requests have their results in {args.output} already\n")
             return 0
         status, beginning, end = _finish(batch, engine_config, server_config)
     sys.stderr.write(f"{beginning}{batch.summary()}{end}\n")

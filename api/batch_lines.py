@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -131,29 +131,48 @@ def _fit_id(custom_id: str) -> str | None:
     return custom_id if 1 <= len(custom_id) <= MAX_CUSTOM_ID else None
 
 
-def scan_requests(path: Path) -> tuple[int, set[str]]:
-    """How many lines a file has that are not empty, and their custom_ids.
+@dataclass(slots=True)
+class Scan:
+    """What a file of requests holds.
+
+    Args:
+        custom_ids: of its lines.
+        nameless: the numbers of those without one.
+    """
+
+    custom_ids: set[str] = field(default_factory=set)
+    nameless: set[int] = field(default_factory=set)
+
+    @property
+    def num_lines(self) -> int:
+        """Lines that are not empty."""
+        return len(self.custom_ids) + len(self.nameless)
+
+
+def scan_requests(path: Path) -> Scan:
+    """The custom_ids of a file of requests.
 
     Raises:
         ConfigError: it cannot be read or is no file, has no line, or has a custom_id twice.
     """
     if not path.is_file():
         raise ConfigError(f"{path} is no file")
-    num_lines, places = 0, dict[str, int]()
+    scan, places = Scan(), dict[str, int]()
     with open_file(path, "rb") as file:
         for line in read_requests(file):
-            num_lines += 1
             if line.custom_id is None:
+                scan.nameless.add(line.number)
                 continue
+            scan.custom_ids.add(line.custom_id)
             first = places.setdefault(line.custom_id, line.number)
             if first != line.number:
                 raise ConfigError(
                     f"{path}: lines {first} and {line.number} both have the custom_id {line.custom_id[:100]!r}; "
                     "each must be another"
                 )
-    if not num_lines:
+    if not scan.num_lines:
         raise ConfigError(f"{path} has no line")
-    return num_lines, set(places)
+    return scan
 
 
 def open_file(path: Path, mode: str, buffering: int = -1) -> BinaryIO:

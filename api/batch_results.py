@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from pageframe.api.batch_lines import RESULT_PREFIX, BadLine, BatchRequest, open_file
+from pageframe.api.batch_lines import RESULT_PREFIX, BadLine, BatchRequest, Scan, open_file
 from pageframe.runtime.errors import ConfigError, PageframeError
 
 _BEGINNING = f'{{"id":"{RESULT_PREFIX}'.encode()
@@ -71,11 +71,8 @@ class ResultFile:
 
 
 @contextmanager
-def open_results(path: Path, custom_ids: set[str]) -> Iterator[ResultFile]:
+def open_results(path: Path, requests: Scan) -> Iterator[ResultFile]:
     """Opens the file for one run alone, makes it where it is not there, and cuts off a line that was not written whole.
-
-    Args:
-        custom_ids: of all requests.
 
     Raises:
         ConfigError: it cannot be written, another run writes it, or it holds something else than results of these
@@ -87,13 +84,13 @@ def open_results(path: Path, custom_ids: set[str]) -> Iterator[ResultFile]:
         except OSError:
             raise ConfigError(f"{path} is being written by another run") from None
         done, bad_lines, size = _read(path)
-        foreign = next(iter(done - custom_ids), None)
+        foreign = next(iter(done - requests.custom_ids), None)
         if foreign is not None:
             raise ConfigError(
                 f"{path} has a result for {foreign[:100]!r}, which is not among the requests; choose another --output"
             )
         file.truncate(size)
-        yield ResultFile(path, file, done, bad_lines)
+        yield ResultFile(path, file, done, bad_lines & requests.nameless)
 
 
 def _read(path: Path) -> tuple[set[str], set[int], int]:

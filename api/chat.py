@@ -9,42 +9,79 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pageframe.api.answers import Answer
-from pageframe.api.generation import Job, Piece
+from pageframe.api.job import Job, Piece
 from pageframe.api.logprobs import chat_logprobs
-from pageframe.api.prompts import encode_prompt, engine_fields, render_chat, sampling_params, stream_fields
+from pageframe.api.prompts import (
+    check_prompt_logprobs,
+    cut_prompt,
+    encode_prompt,
+    engine_fields,
+    render_chat,
+    sampling_params,
+    stream_fields,
+    text_grammar,
+)
 from pageframe.api.schemas import ChatBody, check_body
 from pageframe.api.service import ServerState, Service
 from pageframe.api.stream import GenerationResponse
+from pageframe.api.tool_grammar import tool_grammar
+from pageframe.api.tool_parsers import join_tool_calls
+from pageframe.api.tools import ToolUse, plan_tools
 from pageframe.runtime.errors import InvalidRequestError
+from pageframe.runtime.grammar import GrammarSpec
 from pageframe.runtime.tokenizer import Tokenizer
 
 
 async def chat_completions(state: ServerState, request: Request) -> Response:
     """Answers a conversation."""
     service = state.accepting()
-    job = await state.bodies.take(request, lambda content: _job(service, content), admit=state.check_queue)
-    answer = ChatAnswer(job, f"chatcmpl-{uuid.uuid4().hex}", service.model_name, service.tokenizer)
+    job, tools = await state.bodies.take(request, lambda content: _job(service, content), admit=state.check_queue)
+    answer = ChatAnswer(job, f"chatcmpl-{uuid.uuid4().hex}", service.model_name, service.tokenizer, tools)
     return GenerationResponse(state, job, answer)
 
 
 class ChatAnswer(Answer):
-    """An answer as chat.completion, or as chat.completion.chunk events."""
+    """An answer as chat.completion, or as chat.completion.chunk events.
+
+    Args:
+        tools: None: the model was shown none, and all that it writes is content.
+    """
 
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+    prompt_in_choice = False
 
-    def __init__(self, job: Job, response_id: str, model_name: str, tokenizer: Tokenizer) -> None:
-        super().__init__(job, response_id, model_name)
-        self._tokenizer = tokenizer
+    def __init__(
+        self, job: Job, response_id: str, model_name: str, tokenizer: Tokenizer, tools: ToolUse | None
+    ) -> None:
+        super().__init__(job, response_id, model_name, tokenizer)
+        self._parsers = None if tools is None else [tools.parser() for _ in range(job.num_choices)]
 
-    def message(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def message(self, piece: Piece) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": piece.text, "refusal": None}
+        if self._parsers is not None:
+            delta = self._parsers[piece.index].push(piece.text, final=True)
+            calls = join_tool_calls(delta.tool_calls)
+            message["content"] = delta.content or (None if calls else "")
+            if calls:
+                message["tool_calls"] = calls
+        return {"message": message}
 
-    def delta(self, text: str) -> dict[str, Any]:
-        return {"delta": {"content": text}}
+    def deltas(self, piece: Piece) -> list[dict[str, Any]]:
+        content = piece.text
+        calls: list[dict[str, Any]] = []
+        if self._parsers is not None:
+            delta = self._parsers[piece.index].push(piece.text, final=piece.finish_reason is not None)
+            content, calls = delta.content, delta.tool_calls
+        fields: list[dict[str, Any]] = [{"delta": {"content": content}}] if content else []
+        # A call at a time: clients that read only the first of a chunk's calls are common.
+        return fields + [{"delta": {"tool_calls": [call]}} for call in calls]
 
     def opening(self) -> list[dict[str, Any]]:
         return [{"delta": {"role": "assistant", "content": ""}}]
+
+    def blank(self) -> dict[str, Any]:
+        return {"delta": {"content": ""}}
 
     def closing(self) -> dict[str, Any]:
         return {"delta": {}}
@@ -52,24 +89,63 @@ class ChatAnswer(Answer):
     def logprobs(self, piece: Piece) -> dict[str, Any]:
         return chat_logprobs(piece, self._tokenizer)
 
+    def finish_reason(self, piece: Piece) -> str | None:
+        if self._parsers is None or piece.finish_reason is None:
+            return piece.finish_reason
+        return self._parsers[piece.index].finish_reason(piece.finish_reason)
 
-def _job(service: Service, content: dict[str, Any]) -> Job:
+
+def _job(service: Service, content: dict[str, Any]) -> tuple[Job, ToolUse | None]:
     body = check_body(ChatBody, content)
     service.check_model(body.model)
+    tools = _tool_use(service, body)
+    grammar, grammar_field = _grammar(service, body, tools)
     max_tokens, limit_name = _max_tokens(body)
-    params = sampling_params(body, service, max_tokens=max_tokens, logprobs=_num_logprobs(body))
+    params = sampling_params(
+        body,
+        service,
+        max_tokens=max_tokens,
+        logprobs=_num_logprobs(body),
+        prompt_logprobs=body.prompt_logprobs,
+        grammar=grammar,
+    )
     stream = stream_fields(body)
-    effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
-    text = render_chat(service, body.messages, body, **effort)
-    return Job(
-        prompt_token_ids=encode_prompt(service, text, add_special_tokens=False, param="messages"),
+    kwargs: dict[str, Any] = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
+    if tools is not None:
+        kwargs["tools"] = tools.definitions
+    text = render_chat(service, body.messages, body, **kwargs)
+    num_kept = body.truncate_prompt_tokens
+    token_ids = encode_prompt(service, text, add_special_tokens=False, param="messages", is_cut=num_kept is not None)
+    job = Job(
+        prompts=[cut_prompt(service, token_ids, num_kept, max_tokens)],
         params=params,
-        user=body.user,
-        request_id=body.request_id,
-        field_names={"prompt": "messages", "max_tokens": limit_name},
+        shown_ids=frozenset() if tools is None else tools.shown_ids(service.tokenizer),
+        field_names={"prompt": "messages", "max_tokens": limit_name, "grammar": grammar_field},
         **engine_fields(body),
         **stream,
     )
+    check_prompt_logprobs(job)
+    return job, tools
+
+
+def _tool_use(service: Service, body: ChatBody) -> ToolUse | None:
+    if service.template is None:
+        return None  # what follows says so
+    return plan_tools(body.tools, body.tool_choice, body.parallel_tool_calls, service.template)
+
+
+def _grammar(service: Service, body: ChatBody, tools: ToolUse | None) -> tuple[GrammarSpec | None, str]:
+    """The grammar of the answer, of its text or of its calls, and the name of the field that asks for it."""
+    grammar, field = text_grammar(body)
+    if tools is None:
+        return grammar, field
+    if grammar is not None:
+        raise InvalidRequestError(
+            f"{field} asks for a form of the text, and tools may be called, which have a form of their own; give one "
+            'of them, or tool_choice "none"',
+            param=field,
+        )
+    return tool_grammar(tools, service.tokenizer), "tools"
 
 
 def _max_tokens(body: ChatBody) -> tuple[int | None, str]:

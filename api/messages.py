@@ -118,7 +118,10 @@ def _check_tool_call(call: object, path: str) -> dict[str, Any]:
 
 
 def _check_arguments(text: object, path: str) -> dict[str, Any]:
-    """Arguments travel as JSON text, but templates write them out themselves, from an object."""
+    """Arguments travel as JSON text, but templates write them out themselves, from an object. An empty text is none, as
+    some clients write it."""
+    if text == "":
+        return {}
     try:
         arguments = msgspec.json.decode(_string(text, path))
     except (msgspec.DecodeError, RecursionError):

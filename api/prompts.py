@@ -8,11 +8,16 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
+from pageframe.api.job import Job
 from pageframe.api.schemas import GenerationBody, TemplateFields
 from pageframe.api.service import Service
 from pageframe.runtime.chat_template import ChatTemplate
 from pageframe.runtime.errors import InvalidRequestError
-from pageframe.runtime.request import SamplingParams
+from pageframe.runtime.grammar import GrammarSpec
+from pageframe.runtime.request import MAX_CHOICES, SamplingParams
+
+#: Numbers in an answer; more would hold up others while they are written.
+MAX_PROMPT_LOGPROBS = 2**18
 
 #: Fields that SamplingParams has under the same name.
 _PARAMS = (
@@ -22,7 +27,11 @@ _PARAMS = (
     "top_p",
     "top_k",
     "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
     "seed",
+    "timeout_seconds",
     "stop",
     "ignore_eos",
     "include_stop_str_in_output",
@@ -31,7 +40,13 @@ _PARAMS = (
 
 
 def sampling_params(
-    body: GenerationBody, service: Service, *, max_tokens: int | None, logprobs: int | None
+    body: GenerationBody,
+    service: Service,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+    grammar: GrammarSpec | None,
 ) -> SamplingParams:
     """The body's parameters over the model's own defaults.
 
@@ -45,20 +60,56 @@ def sampling_params(
     return SamplingParams(
         max_tokens=max_tokens,
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
         stop_token_ids=tuple(body.stop_token_ids or ()),
+        logit_bias=body.logit_bias,
+        bad_words_ids=_bad_words_ids(service, body.bad_words),
+        allowed_token_ids=tuple(body.allowed_token_ids or ()),
+        grammar=grammar,
         **values,
     )
 
 
-def encode_prompt(service: Service, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
+def _bad_words_ids(service: Service, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    """The words' token ids, as a text begins with one and behind a space, which are other tokens."""
+    sequences: dict[tuple[int, ...], None] = {}
+    for word in words:
+        bare = word.lstrip(" ")
+        for text in (bare, f" {bare}") if bare else (word,):
+            sequences[tuple(service.tokenizer.encode(text, add_special_tokens=False))] = None
+    return tuple(filter(None, sequences))
+
+
+def text_grammar(body: GenerationBody) -> tuple[GrammarSpec | None, str]:
+    """The grammar that the answer's text follows, and the name of the field that asks for it.
+
+    Raises:
+        InvalidRequestError: two fields ask for one.
+    """
+    if body.response_format is None:
+        return body.structured_outputs, "structured_outputs"
+    if body.structured_outputs is not None:
+        raise InvalidRequestError(
+            "response_format and structured_outputs both ask for a form of the text; give one of them",
+            param="structured_outputs",
+        )
+    return body.response_format, "response_format"
+
+
+def encode_prompt(
+    service: Service, text: str, *, add_special_tokens: bool, param: str, is_cut: bool = False
+) -> list[int]:
     """The prompt's token ids.
+
+    Args:
+        is_cut: only its end will be used, so it may have any length.
 
     Raises:
         InvalidRequestError: the text is too long for any context, which is told before it is tokenised.
     """
     tokenizer, limit = service.tokenizer, service.max_model_len
     num_bytes = len(text.encode("utf-8", "replace"))
-    if num_bytes > limit * tokenizer.longest_token:
+    if not is_cut and num_bytes > limit * tokenizer.longest_token:
         raise InvalidRequestError(
             f"the prompt has {num_bytes} bytes, so at least {-(-num_bytes // tokenizer.longest_token)} tokens; with "
             f"max_model_len {limit} it may have at most {limit - 1}",
@@ -66,6 +117,30 @@ def encode_prompt(service: Service, text: str, *, add_special_tokens: bool, para
             code="context_length_exceeded",
         )
     return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+
+def cut_prompt(service: Service, token_ids: list[int], num_kept: int | None, max_tokens: int | None) -> list[int]:
+    """The prompt's last `num_kept` tokens, as truncate_prompt_tokens says it; None: all of them.
+
+    Args:
+        num_kept: -1 for as many as fit beside `max_tokens`, or beside one token.
+
+    Raises:
+        InvalidRequestError: it is more than a context holds.
+    """
+    limit = service.max_model_len
+    if num_kept is None:
+        return token_ids
+    if num_kept > limit:
+        raise InvalidRequestError(
+            f"truncate_prompt_tokens is {num_kept}; it must be at most max_model_len ({limit})",
+            param="truncate_prompt_tokens",
+        )
+    if num_kept < 0:
+        # Where the context slides, the output may go on beyond it.
+        slides = service.client.resolved.slide_by is not None
+        num_kept = max(1, limit - (1 if slides or max_tokens is None else max_tokens))
+    return token_ids[-num_kept:]
 
 
 def render_chat(service: Service, messages: list[dict[str, Any]], fields: TemplateFields, **kwargs: Any) -> str:
@@ -122,7 +197,7 @@ def engine_fields(body: GenerationBody) -> dict[str, Any]:
 
 
 def stream_fields(body: GenerationBody) -> dict[str, Any]:
-    """The part of a Job that says how to stream.
+    """The part of a Job that says how to answer.
 
     Raises:
         InvalidRequestError: stream_options without stream.
@@ -135,4 +210,30 @@ def stream_fields(body: GenerationBody) -> dict[str, Any]:
         "include_usage": bool(options and options.include_usage),
         "continuous_usage": bool(options and options.continuous_usage_stats),
         "return_token_ids": bool(body.return_token_ids),
+        "num_prompt_logprobs": body.prompt_logprobs,
+        "user": body.user,
+        "request_id": body.request_id,
     }
+
+
+def check_num_choices(num_prompts: int, n: int) -> None:
+    """Raises: InvalidRequestError: that makes too many choices, which is told before any is made ready."""
+    if num_prompts > 1 and num_prompts * n > MAX_CHOICES:
+        raise InvalidRequestError(
+            f"n is {n}; with {num_prompts} prompts that makes {num_prompts * n} choices, and at most {MAX_CHOICES} are "
+            "allowed in one request",
+            param="n",
+        )
+
+
+def check_prompt_logprobs(job: Job) -> None:
+    """Raises: InvalidRequestError: the prompts' logprobs are too many for one answer."""
+    if job.params.prompt_logprobs is None:
+        return
+    num_logprobs = sum(map(len, job.prompts)) * job.params.n * (job.params.prompt_logprobs + 1)
+    if num_logprobs > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequestError(
+            f"prompt_logprobs would be {num_logprobs} numbers, of all tokens of all choices' prompts; at most "
+            f"{MAX_PROMPT_LOGPROBS} are allowed in one answer",
+            param="prompt_logprobs",
+        )

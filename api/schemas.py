@@ -7,42 +7,41 @@ types and what the engine never sees. Knows nothing of what a field does.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Container, Iterable
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
 
 from pageframe.api.errors import shorten
 from pageframe.api.messages import check_messages
 from pageframe.api.middleware import REQUEST_ID_RULE, is_request_id
+from pageframe.api.structured import check_response_format, check_structured_outputs
+from pageframe.api.tools import Tool, ToolChoice, check_tool_choice, check_tools
 from pageframe.runtime.errors import InvalidRequestError
-from pageframe.runtime.request import MAX_CHOICES, MAX_LOGPROBS, MAX_PRIORITY, MAX_STOP_IDS, MIN_PRIORITY
+from pageframe.runtime.grammar import GrammarSpec
+from pageframe.runtime.request import (
+    MAX_BAD_WORDS,
+    MAX_BIASED_TOKENS,
+    MAX_CHOICES,
+    MAX_LOGPROBS,
+    MAX_PRIORITY,
+    MAX_STOP_IDS,
+    MIN_PRIORITY,
+)
 
 MIN_INT64, MAX_INT64 = -(2**63), 2**63 - 1
 MAX_CACHE_SALT = 256
+MAX_PROMPTS = 128
+MAX_BIAS = 100
+#: bad_words' strings: two sequences of tokens are made of each, of which the engine takes so many, and so long ones.
+MAX_WORDS, MAX_WORD_LENGTH = MAX_BAD_WORDS // 2, 200
 #: A template's own parameters that a request may not set through chat_template_kwargs.
 RESERVED_TEMPLATE_KEYS = ("self", "messages", "add_generation_prompt", "bos_token", "eos_token", "tools")
+_ID_KEY = re.compile(r"0|-?[1-9][0-9]{0,18}")
 
-#: Fields that are not built yet: null is always accepted, else only these values, which ask for nothing.
-SAMPLING_NOT_BUILT: dict[str, tuple[object, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "bad_words": ([],),
-    "allowed_token_ids": ([],),
-    "prompt_logprobs": (),
-    "truncate_prompt_tokens": (),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": ({},),
-    "timeout_seconds": (),
-}
-CHAT_NOT_BUILT: dict[str, tuple[object, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
-}
-COMPLETION_NOT_BUILT: dict[str, tuple[object, ...]] = {"echo": (False,), "suffix": ("",), "best_of": (1,)}
+#: Fields that are not built: null is always accepted, else only these values, which ask for nothing.
+COMPLETION_NOT_BUILT: dict[str, tuple[object, ...]] = {"suffix": ("",), "best_of": (1,)}
 #: Accepted with any value and left unread: they steer a provider's bookkeeping, not the answer.
 IGNORED = frozenset({"metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier", "verbosity"})
 
@@ -73,19 +72,23 @@ def _check_stop(value: object) -> tuple[str, ...]:
     return tuple(strings)
 
 
-def _check_prompt(value: object) -> str | list[int]:
-    """A prompt as text or as token ids; a list of one prompt is that prompt."""
-    if isinstance(value, list) and value and isinstance(value[0], (str, list)):
-        if len(value) > 1:
-            raise InvalidRequestError(
-                f"prompt is a list of {len(value)} prompts; only 1 prompt per request is supported yet", param="prompt"
-            )
-        value = value[0]
+def _check_prompts(value: object) -> list[str | list[int]]:
+    """The prompts, each as text or as token ids."""
+    prompts = value if isinstance(value, list) and value and isinstance(value[0], (str, list)) else [value]
+    if len(prompts) > MAX_PROMPTS:
+        raise InvalidRequestError(
+            f"prompt is a list of {len(prompts)} prompts; at most {MAX_PROMPTS} are allowed", param="prompt"
+        )
+    many = len(prompts) > 1
+    return [_check_prompt(prompt, f"prompt[{index}]" if many else "prompt") for index, prompt in enumerate(prompts)]
+
+
+def _check_prompt(value: object, path: str) -> str | list[int]:
     if value in ("", []):
-        raise InvalidRequestError("prompt is empty; it must have at least 1 token", param="prompt")
+        raise InvalidRequestError(f"{path} is empty; it must have at least 1 token", param=path)
     if isinstance(value, str):
         return value
-    return _check_ids("prompt", value, "a string or a list of token ids")
+    return _check_ids(path, value, "a string or a list of token ids")
 
 
 def _check_ids(field: str, value: object, kind: str = "a list of token ids") -> list[int]:
@@ -105,6 +108,61 @@ def _check_stop_ids(value: object) -> list[int]:
             f"stop_token_ids has {len(value)} ids; at most {MAX_STOP_IDS} are allowed", param="stop_token_ids"
         )
     return _check_ids("stop_token_ids", value)
+
+
+def _check_optional_ids(value: object) -> list[int] | None:
+    return None if value is None else _check_ids("allowed_token_ids", value)
+
+
+def _check_logit_bias(value: object) -> dict[int, float]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise InvalidRequestError(
+            f"logit_bias is {shorten(value)}; it must be an object of token ids and numbers", param="logit_bias"
+        )
+    if len(value) > MAX_BIASED_TOKENS:
+        raise InvalidRequestError(
+            f"logit_bias has {len(value)} token ids; at most {MAX_BIASED_TOKENS} are allowed", param="logit_bias"
+        )
+    for key, bias in value.items():
+        if not _ID_KEY.fullmatch(key):
+            raise InvalidRequestError(
+                f"logit_bias has the key {shorten(key)}; it must be a token id, an integer", param="logit_bias"
+            )
+        is_number = isinstance(bias, (int, float)) and not isinstance(bias, bool)
+        if not is_number or not -MAX_BIAS <= bias <= MAX_BIAS:
+            raise InvalidRequestError(
+                f"logit_bias[{key}] is {shorten(bias)}; it must be a number from -{MAX_BIAS} to {MAX_BIAS}",
+                param="logit_bias",
+            )
+    return {int(key): float(bias) for key, bias in value.items()}
+
+
+def _check_bad_words(value: object) -> tuple[str, ...]:
+    words = [] if value is None else value
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise InvalidRequestError(f"bad_words is {shorten(value)}; it must be a list of strings", param="bad_words")
+    if len(words) > MAX_WORDS:
+        raise InvalidRequestError(
+            f"bad_words has {len(words)} strings; at most {MAX_WORDS} are allowed", param="bad_words"
+        )
+    for word in words:
+        if not 1 <= len(word) <= MAX_WORD_LENGTH:
+            raise InvalidRequestError(
+                f"bad_words has a string of {len(word)} characters; each must have 1 to {MAX_WORD_LENGTH}",
+                param="bad_words",
+            )
+    return tuple(words)
+
+
+def _check_truncation(value: object) -> int | None:
+    if value is None or (type(value) is int and (value == -1 or 1 <= value <= MAX_INT64)):
+        return value
+    raise InvalidRequestError(
+        f"truncate_prompt_tokens is {shorten(value)}; it must be an integer of at least 1, or -1 for what fits",
+        param="truncate_prompt_tokens",
+    )
 
 
 def _refuse_unknown(names: Iterable[str], known: Container[str], prefix: str = "") -> None:
@@ -178,12 +236,22 @@ class GenerationBody(Body):
     top_p: float | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Annotated[dict[int, float], PlainValidator(_check_logit_bias)] = {}
+    bad_words: Annotated[tuple[str, ...], PlainValidator(_check_bad_words)] = ()
+    allowed_token_ids: Annotated[list[int] | None, PlainValidator(_check_optional_ids)] = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    truncate_prompt_tokens: Annotated[int | None, PlainValidator(_check_truncation)] = None
     seed: Int64 | None = None
     stop: Annotated[tuple[str, ...], BeforeValidator(_check_stop)] = ()
     stop_token_ids: Annotated[list[int], BeforeValidator(_check_stop_ids)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    response_format: Annotated[GrammarSpec | None, PlainValidator(check_response_format)] = None
+    structured_outputs: Annotated[GrammarSpec | None, PlainValidator(check_structured_outputs)] = None
     stream: bool | None = None
     stream_options: Annotated[StreamOptions | None, BeforeValidator(_check_stream_options)] = None
     user: str | None = None
@@ -191,6 +259,7 @@ class GenerationBody(Body):
     return_token_ids: bool | None = None
     priority: Annotated[int, Field(ge=MIN_PRIORITY, le=MAX_PRIORITY)] | None = None
     cache_salt: Annotated[str, Field(max_length=MAX_CACHE_SALT)] | None = None
+    timeout_seconds: float | None = None
 
 
 class TemplateFields(BaseModel):
@@ -202,21 +271,23 @@ class TemplateFields(BaseModel):
 
 
 class ChatBody(GenerationBody, TemplateFields):
-    not_built: ClassVar[dict[str, tuple[object, ...]]] = SAMPLING_NOT_BUILT | CHAT_NOT_BUILT
-
     messages: Annotated[list[dict[str, Any]], BeforeValidator(check_messages)]
     max_completion_tokens: PositiveInt64 | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    tools: Annotated[tuple[Tool, ...], PlainValidator(check_tools)] = ()
+    tool_choice: Annotated[ToolChoice | None, PlainValidator(check_tool_choice)] = None
+    parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
 
 
 class CompletionBody(GenerationBody):
-    not_built: ClassVar[dict[str, tuple[object, ...]]] = SAMPLING_NOT_BUILT | COMPLETION_NOT_BUILT
+    not_built: ClassVar[dict[str, tuple[object, ...]]] = COMPLETION_NOT_BUILT
     ignored: ClassVar[frozenset[str]] = IGNORED | {"reasoning_effort"}
 
-    prompt: Annotated[str | list[int], BeforeValidator(_check_prompt)]
+    prompt: Annotated[list[str | list[int]], PlainValidator(_check_prompts)]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = None
 
 
 class TokenizeBody(Body, TemplateFields):

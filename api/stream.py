@@ -6,8 +6,9 @@ Knows nothing of the answer's JSON.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -15,7 +16,8 @@ from starlette.types import Receive, Scope, Send
 from pageframe.api.answers import Answer
 from pageframe.api.encoding import sse_event
 from pageframe.api.errors import ApiError, internal_error, shutting_down, to_api_error
-from pageframe.api.generation import Generation, Job, join_pieces
+from pageframe.api.generation import Generation
+from pageframe.api.job import Job, join_pieces
 from pageframe.api.middleware import request_caller, request_label
 from pageframe.api.service import ServerState
 from pageframe.runtime.errors import PageframeError
@@ -69,23 +71,28 @@ class GenerationResponse(Response):
         else:
             running.result()
 
+    async def _write(self, make: Callable[[], bytes]) -> bytes:
+        """What `make` makes of the answer; in a thread where a prompt's logprobs may make that long."""
+        return make() if self._job.params.prompt_logprobs is None else await asyncio.to_thread(make)
+
     async def _send_whole(self, generation: Generation, scope: Scope, receive: Receive, send: Send) -> None:
         pieces = []
         while not generation.finished:
             pieces.append(await generation.next())
-        content = self._answer.whole(join_pieces(pieces, generation.num_choices), generation.usage())
+        whole = join_pieces(pieces, generation.num_choices)
+        content = await self._write(functools.partial(self._answer.whole, whole, generation.usage()))
         await Response(content, media_type="application/json")(scope, receive, send)
 
     async def _send_stream(self, generation: Generation, scope: Scope, receive: Receive, send: Send) -> None:
         piece = await generation.next()
         await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
         try:
-            events = self._answer.events(piece, generation.usage())
+            events = await self._write(functools.partial(self._answer.events, piece, generation.usage()))
             while not generation.finished:
                 if events:
                     await send({"type": "http.response.body", "body": events, "more_body": True})
                 piece = await generation.next()
-                events = self._answer.events(piece, generation.usage())
+                events = await self._write(functools.partial(self._answer.events, piece, generation.usage()))
             events += self._answer.last_events(generation.usage())
         except Exception as error:
             events = sse_event(_error_in_stream(error, generation).content())

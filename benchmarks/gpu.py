@@ -60,7 +60,7 @@ TOTAL_SECONDS = 470.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = _arguments(argv)
+    args = read_arguments(argv)
     deadline = time.monotonic() + (sum(part.seconds for part in PARTS) if args.part else TOTAL_SECONDS)
     parts = [part for part in PARTS if (part.name in args.part if args.part else part.unasked)]
     with tempfile.TemporaryDirectory() as folder:
@@ -73,12 +73,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{part.name} …", file=sys.stderr, flush=True)
             limit = min(part.seconds, deadline - time.monotonic())
             rows += run_part(part.name, limit, links, Path(folder), rehearse=args.rehearse)
-        rows += _save(rows, args)
+        rows += save(rows, args)
     print(format_table(rows))
     return 1 if any(row.verdict == FAILED for row in rows) else 0
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+def read_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line's flags."""
     parser = argparse.ArgumentParser(description="Check and time everything that runs on a GPU; the table comes last.")
     parser.add_argument("--rehearse", action="store_true", help="toy sizes in the interpreter, on a CPU")
     names = [part.name for part in PARTS]
@@ -126,7 +127,7 @@ def run_part(name: str, limit: float, links: Path, folder: Path, *, rehearse: bo
     return read_rows(out)
 
 
-def _save(rows: Sequence[Row], args: argparse.Namespace) -> list[Row]:
+def save(rows: Sequence[Row], args: argparse.Namespace) -> list[Row]:
     """Write the figures and draw them; rows that say where, or why not."""
     from pageframe.benchmarks.gpu_parts.results import FAILED, NOT_MEASURED, Row
 

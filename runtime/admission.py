@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from pageframe.runtime.config import ResolvedConfig
 from pageframe.runtime.errors import InvalidRequestError
@@ -50,6 +50,10 @@ def max_total_tokens(prompt_token_ids: Sequence[int], params: SamplingParams, re
         )
     _check_ids("prompt", prompt_token_ids, resolved.model.vocab_size)
     _check_ids("stop_token_ids", params.stop_token_ids, resolved.model.vocab_size)
+    _check_ids("allowed_token_ids", params.allowed_token_ids, resolved.model.vocab_size)
+    _check_ids("logit_bias", params.logit_bias, resolved.model.vocab_size)
+    for word in params.bad_words_ids:
+        _check_ids("bad_words_ids", word, resolved.model.vocab_size)
     return num_prompt_tokens + (room if params.max_tokens is None else params.max_tokens)
 
 
@@ -63,7 +67,7 @@ def _check_total(max_tokens: int, num_prompt_tokens: int) -> None:
         )
 
 
-def _check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
+def _check_ids(field: str, ids: Iterable[int], vocab_size: int) -> None:
     for token_id in ids:
         if not 0 <= token_id < vocab_size:
             raise InvalidRequestError(

@@ -13,7 +13,8 @@ import numpy.typing as npt
 from pageframe.runtime.block_copy import BlockCopy
 from pageframe.runtime.block_table import BlockTables, TableUpdates
 from pageframe.runtime.rows import RequestRows
-from pageframe.runtime.step_plan import SamplingBatch, StepPlan
+from pageframe.runtime.step_plan import SamplingBatch, ScoredTokens, StepPlan
+from pageframe.runtime.token_rules import TokenRules
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
@@ -30,10 +31,11 @@ class Batch:
         context_lens: int32 [num_requests], tokens in the cache after this step's write.
         rows: int32 [num_requests], rows of the resident block table.
         num_decode: the first `num_decode` requests have one token each.
-        wanted: int64 [num_samples], the tokens whose hidden state the sampler needs.
-        sampling: the sampler's parameters, one entry per wanted token.
+        wanted: int64, the tokens whose hidden state the sampler needs: num_samples, then those of `scored`.
+        sampling: the sampler's parameters, one entry per token to draw.
         table_updates: what the device's copy of the block tables must change first.
         copies: blocks to copy before anything is computed, one after the other.
+        scored: prompt tokens whose logprobs are wanted; None where there are none.
     """
 
     token_ids: Int64s
@@ -47,6 +49,7 @@ class Batch:
     sampling: SamplingBatch
     table_updates: TableUpdates
     copies: tuple[BlockCopy, ...] = ()
+    scored: ScoredTokens | None = None
 
     @classmethod
     def build(cls, plan: StepPlan, rows: RequestRows, tables: BlockTables) -> Batch:
@@ -59,6 +62,10 @@ class Batch:
         )
         block_size = tables.block_size
         block_ids = tables.table[token_rows, positions // block_size].astype(np.int64)
+        wanted = np.repeat(query_start[1:], plan.num_samples).astype(np.int64) - 1
+        scored = _scored(plan, rows, query_start) if rows.scored else None
+        if scored is not None:
+            wanted = np.concatenate((wanted, scored.wanted))
         return cls(
             token_ids=rows.token_ids[token_rows, positions].astype(np.int64),
             positions=positions,
@@ -67,10 +74,11 @@ class Batch:
             context_lens=plan.starts + plan.num_new_tokens,
             rows=plan.rows,
             num_decode=plan.num_decode,
-            wanted=np.repeat(query_start[1:], plan.num_samples).astype(np.int64) - 1,
+            wanted=wanted,
             sampling=_sampling(plan, rows),
             table_updates=plan.table_updates,
             copies=plan.copies,
+            scored=scored,
         )
 
 
@@ -88,7 +96,39 @@ def _sampling(plan: StepPlan, rows: RequestRows) -> SamplingBatch:
         output_index=(num_tokens - rows.num_prompt_tokens[sampled_rows]).astype(np.int64),
         num_logprobs=rows.num_logprobs[sampled_rows],
         banned=tuple((index, tuple(plan.requests[sampling[index]].stop_ids)) for index in too_early.tolist()),
+        rules=_rules(sampled_rows, rows) if rows.rules else (),
     )
+
+
+def _rules(sampled_rows: Int32s, rows: RequestRows) -> tuple[tuple[int, TokenRules], ...]:
+    """Of the rows to draw from, those with rules, brought up to the tokens that they have now."""
+    found = []
+    for index, row in enumerate(sampled_rows.tolist()):
+        rules = rows.rules.get(row)
+        if rules is not None:
+            rules.catch_up(rows.token_ids[row, : rows.num_tokens[row]])
+            found.append((index, rules))
+    return tuple(found)
+
+
+def _scored(plan: StepPlan, rows: RequestRows, query_start: Int32s) -> ScoredTokens | None:
+    """The prompt tokens behind those that this step computes, of requests that want their logprobs."""
+    requests, wanted, token_ids, num_top = [], [], [], []
+    for position, row in enumerate(plan.rows.tolist()):
+        if row not in rows.scored:
+            continue
+        request, start = plan.requests[position], int(plan.starts[position])
+        # What was scored before a preemption is known. The token at p scores the one at p + 1, the first has no score.
+        first = max(start, len(request.prompt_logprobs))
+        end = min(start + int(plan.num_new_tokens[position]), request.num_prompt_tokens - 1)
+        if first < end:
+            requests.append((position, end - first))
+            wanted.append(np.arange(first, end, dtype=np.int64) - start + query_start[position])
+            token_ids.append(rows.token_ids[row, first + 1 : end + 1].astype(np.int64))
+            num_top.append(np.full(end - first, request.params.prompt_logprobs, np.int32))
+    if not requests:
+        return None
+    return ScoredTokens(np.concatenate(wanted), np.concatenate(token_ids), np.concatenate(num_top), tuple(requests))
 
 
 def _seeds(plan: StepPlan, seeds: Int64s) -> Int64s:

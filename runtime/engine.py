@@ -5,7 +5,9 @@ One `Engine.step()` is one iteration of the whole system; everything a server do
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import math
 import random
 import time
 from collections import deque
@@ -18,12 +20,15 @@ import numpy as np
 from pageframe.runtime.admission import max_total_tokens
 from pageframe.runtime.batch import Batch
 from pageframe.runtime.config import ResolvedConfig
+from pageframe.runtime.grammar import CompiledGrammar
+from pageframe.runtime.grammar_service import GrammarService, no_compiler
 from pageframe.runtime.journal import Journal
 from pageframe.runtime.philox import choice_seed
 from pageframe.runtime.prefix_cache import make_salt
-from pageframe.runtime.request import Request, RequestOutput, SamplingParams, choice_ids
+from pageframe.runtime.request import Request, RequestOutput, SamplingParams, TokenLogprobs, choice_ids
 from pageframe.runtime.scheduler import Scheduler
-from pageframe.runtime.step_plan import SamplingBatch, StepPlan, StepResult
+from pageframe.runtime.step_plan import SamplingBatch, ScoredTokens, StepPlan, StepResult
+from pageframe.runtime.token_masks import TokenMasks
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +45,9 @@ class TokenSampler(Protocol):
 
     def sample(self, hidden: Any, batch: SamplingBatch) -> StepResult:
         """One token for each wanted hidden state."""
+
+    def score(self, hidden: Any, scored: ScoredTokens) -> dict[int, list[TokenLogprobs]]:
+        """Logprobs of the prompt tokens that follow each hidden state, by position in the plan."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -66,6 +74,8 @@ class Engine:
     Args:
         resolved: the frozen configuration of this run.
         runner, sampler: the forward pass, and the choice of tokens from what it returns.
+        grammars: compiles the requests' grammars; without it those that bring one are refused.
+        masks: makes the masks of rows that not every token may come in.
         seed: makes the seeds drawn for unseeded requests repeatable.
         clock: seconds; tests pass a virtual one.
         journal: where events go; one of the usual length by default.
@@ -77,6 +87,8 @@ class Engine:
         runner: Runner,
         sampler: TokenSampler,
         *,
+        grammars: GrammarService | None = None,
+        masks: TokenMasks | None = None,
         seed: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         journal: Journal | None = None,
@@ -100,6 +112,11 @@ class Engine:
         )
         self.steps: deque[StepRecord] = deque(maxlen=keep_steps)
         self.runner = runner
+        self.grammars = grammars or GrammarService(no_compiler)
+        # Half of the threads: the forward pass, which runs meanwhile, has work for all of them.
+        self._masks = masks or TokenMasks(
+            resolved.max_num_requests, resolved.model.vocab_size, max(1, resolved.threads // 2)
+        )
         self._sampler = sampler
         self._clock = clock
         self._arrivals = 0
@@ -122,6 +139,8 @@ class Engine:
         tenant: str = "",
         cache_salt: str = "",
         priority: int = 0,
+        grammar: CompiledGrammar | None = None,
+        arrival_time: float | None = None,
     ) -> None:
         """Queue a request, which must have no live choice. Its params.n choices are requests of their own from here on,
         under the ids of `choice_ids`.
@@ -129,14 +148,20 @@ class Engine:
         Args:
             cache_salt: narrows down, within the tenant, whose computed prefixes it shares.
             priority: lower is served first.
+            grammar: params.grammar made ready by `grammars`; compiled here and now without it.
+            arrival_time: when it came, if it had to wait before it could be added.
 
         Raises:
             InvalidRequestError: it can never be served as asked; nothing was queued.
         """
         total = max_total_tokens(prompt_token_ids, params, self.resolved)
-        eos_ids = frozenset() if params.ignore_eos else frozenset(self.resolved.model.eos_token_ids)
+        if params.grammar is not None and grammar is None:
+            grammar = self.grammars.compile(params.grammar)
+        ignores_eos = params.ignore_eos and grammar is None
+        eos_ids = frozenset() if ignores_eos else frozenset(self.resolved.model.eos_token_ids)
         request_seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         now = self._clock()
+        arrival_time = now if arrival_time is None else arrival_time
         token_ids = np.array(prompt_token_ids, dtype=np.int32)
         choices = [
             Request(
@@ -147,12 +172,15 @@ class Engine:
                 salt=make_salt(tenant, cache_salt),
                 priority=priority,
                 arrival=self._arrivals + index,
-                arrival_time=now,
+                arrival_time=arrival_time,
                 request_seed=request_seed,
                 seed=choice_seed(request_seed, index),
                 max_total_tokens=total,
                 stop_ids=eos_ids | frozenset(params.stop_token_ids),
                 eos_ids=eos_ids,
+                wants_prompt_logprobs=params.prompt_logprobs is not None and len(token_ids) > 1,
+                matcher=None if grammar is None else grammar.matcher(),
+                deadline=math.inf if params.timeout_seconds is None else arrival_time + params.timeout_seconds,
             )
             for index, choice_id in enumerate(choice_ids(request_id, params.n))
         ]
@@ -175,19 +203,30 @@ class Engine:
         """One iteration. Returns what it gave each request that got something."""
         started = self._clock()
         plan = self.scheduler.schedule(started)
+        timed_out = self.scheduler.take_timed_out()
         if not plan.requests:
-            return []
+            return timed_out
         batch = Batch.build(plan, self.scheduler.rows, self.scheduler.tables)
         try:
-            hidden = self.runner.forward(batch)
-            result = self._sampler.sample(hidden, batch.sampling)
+            if batch.sampling.rules:
+                self._masks.begin(batch.sampling)
+            result = self._draw(self.runner.forward(batch), batch)
         except Exception as error:
             logger.exception("step %d failed; its %d requests end with an error", plan.step, len(plan.requests))
             outputs = self.scheduler.fail(plan, f"the forward pass failed: {error}", self._clock())
         else:
             outputs = self.scheduler.update(plan, result, self._clock())
+        outputs += timed_out
         self._record(plan, outputs, started)
         return outputs
+
+    def _draw(self, hidden: Any, batch: Batch) -> StepResult:
+        """A step's tokens; and its prompt tokens' logprobs where they are wanted."""
+        scored, sampling = batch.scored, batch.sampling
+        if scored is None:
+            return self._sampler.sample(hidden, sampling)
+        result = self._sampler.sample(hidden[: len(sampling)], sampling)
+        return dataclasses.replace(result, prompt_logprobs=self._sampler.score(hidden[len(sampling) :], scored))
 
     def _record(self, plan: StepPlan, outputs: list[RequestOutput], started: float) -> None:
         self.steps.append(

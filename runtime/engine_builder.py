@@ -14,6 +14,8 @@ from pageframe.runtime.arithmetic import Arithmetic, choose_arithmetic
 from pageframe.runtime.config import DEFAULT_MODEL, EngineConfig, ModelConfig, ResolvedConfig
 from pageframe.runtime.engine import Engine
 from pageframe.runtime.errors import ConfigError, MemoryPlanError
+from pageframe.runtime.grammar_compiler import GrammarCompiler
+from pageframe.runtime.grammar_service import GrammarService
 from pageframe.runtime.model_runner import ModelRunner
 from pageframe.runtime.models.config import load_model_config
 from pageframe.runtime.models.decoder import Decoder
@@ -21,6 +23,7 @@ from pageframe.runtime.models.loader import load_decoder
 from pageframe.runtime.models.source import ModelSource, one_line, resolve_source, verify_default_model
 from pageframe.runtime.sampler import Sampler
 from pageframe.runtime.start_measurements import measure_copy_costs, measure_mixed_token_budget
+from pageframe.runtime.tokenizer import load_tokenizer
 
 Progress = Callable[[int, int], None]
 
@@ -80,7 +83,9 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         resolved = dataclasses.replace(resolved, copy_costs=measure_copy_costs(runner, resolved))
     if resolved.mixed_token_budget is None and arithmetic.device.type == "cpu" and resolved.backend != "triton":
         resolved = dataclasses.replace(resolved, mixed_token_budget=measure_mixed_token_budget(runner, resolved))
-    return Engine(resolved, runner, Sampler(runner.logits, runner.arg_max), seed=config.seed)
+    unread = dataclasses.replace(source)  # one that keeps no file open until a grammar comes
+    grammars = GrammarService(lambda: GrammarCompiler(load_tokenizer(unread), model.vocab_size, model.eos_token_ids))
+    return Engine(resolved, runner, Sampler(runner.logits, runner.arg_max), grammars=grammars, seed=config.seed)
 
 
 def _read_description(config: EngineConfig) -> tuple[ModelSource, ModelConfig]:

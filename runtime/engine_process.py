@@ -15,6 +15,8 @@ import sys
 import threading
 import time
 from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -25,6 +27,7 @@ from pageframe.runtime.config import EngineConfig
 from pageframe.runtime.engine import Engine
 from pageframe.runtime.engine_launch import without_collections
 from pageframe.runtime.errors import InvalidRequestError, RequestNotFoundError, StartupError
+from pageframe.runtime.grammar import CompiledGrammar
 from pageframe.runtime.inspection import engine_stats, inspect
 from pageframe.runtime.request import FinishReason, RequestOutput, choice_ids
 
@@ -34,6 +37,18 @@ logger = logging.getLogger(__name__)
 MAX_MESSAGES_PER_STEP = 1024
 MAX_ANSWERS_PER_STEP = 8
 MAX_ANSWER_SECONDS = 0.02
+#: How often an engine with nothing else to do looks whether a grammar is ready.
+GRAMMAR_POLL_MS = 2
+
+
+@dataclass(slots=True, eq=False)
+class _Compiling:
+    """A request whose grammar is being compiled; it queues when that is ready. `aborted`: ids of its choices."""
+
+    message: messages.Add
+    arrival_time: float
+    grammar: Future[CompiledGrammar]
+    aborted: set[str] = field(default_factory=set)
 
 
 class EngineLoop:
@@ -49,11 +64,14 @@ class EngineLoop:
         self._running = True
         self._refused: list[RequestOutput] = []
         self._questions: deque[messages.Question] = deque()
+        self._compiling: list[_Compiling] = []
 
     def run(self) -> None:
         """Serve until told to shut down."""
         while self._running:
             changed = self._drain_inbox()
+            if self._compiling:
+                changed |= self._add_compiled()
             self._answer_some()
             outputs, self._refused = self._refused, []
             if self._engine.has_work:
@@ -68,7 +86,7 @@ class EngineLoop:
         Bounded, so that whoever keeps the inbox full cannot keep the engine from its next step.
         """
         changed = False
-        waiting = 0 if self._engine.has_work or self._questions else -1
+        waiting = 0 if self._engine.has_work or self._questions else GRAMMAR_POLL_MS if self._compiling else -1
         for _ in range(MAX_MESSAGES_PER_STEP):
             if not self._running or not self._socket.poll(waiting, zmq.POLLIN):
                 break
@@ -91,7 +109,7 @@ class EngineLoop:
         if kind == b"add":
             self._add(body)
         elif kind == b"abort":
-            return self._engine.abort(body)
+            return self._abort_compiling(body) or self._engine.abort(body)
         elif kind == b"finish":
             return self._engine.finish(body.request_id, body.num_output_tokens)
         elif kind == b"question":
@@ -105,20 +123,62 @@ class EngineLoop:
         return True
 
     def _add(self, message: messages.Add) -> None:
+        now, grammar = self._engine.now(), message.params.grammar
+        if grammar is not None:
+            self._compiling.append(_Compiling(message, now, self._engine.grammars.submit(grammar)))
+            return
         try:
-            self._engine.add(
-                message.request_id,
-                message.prompt_token_ids,
-                message.params,
-                tenant=message.tenant,
-                cache_salt=message.cache_salt,
-                priority=message.priority,
-            )
+            self._add_to_engine(message, now)
         except InvalidRequestError as error:
-            self._refused += [
-                RequestOutput(choice_id, [], finish_reason=FinishReason.ERROR.value, error=error.message)
-                for choice_id in choice_ids(message.request_id, message.params.n)
-            ]
+            self._refuse(message, FinishReason.ERROR, error.message)
+
+    def _add_to_engine(
+        self, message: messages.Add, arrival_time: float, grammar: CompiledGrammar | None = None
+    ) -> None:
+        self._engine.add(
+            message.request_id,
+            message.prompt_token_ids,
+            message.params,
+            tenant=message.tenant,
+            cache_salt=message.cache_salt,
+            priority=message.priority,
+            grammar=grammar,
+            arrival_time=arrival_time,
+        )
+
+    def _add_compiled(self) -> bool:
+        """Queue the requests whose grammars are ready, answer those whose are refused; whether there were any."""
+        ready = [request for request in self._compiling if request.grammar.done()]
+        self._compiling = [request for request in self._compiling if request not in ready]
+        for request in ready:
+            message = request.message
+            try:
+                self._add_to_engine(message, request.arrival_time, request.grammar.result())
+            except InvalidRequestError as error:
+                self._refuse(message, FinishReason.REFUSED, error.message)
+            except Exception as error:
+                logger.exception("the grammar of %s cannot be compiled", message.request_id)
+                self._refuse(message, FinishReason.ERROR, f"its grammar cannot be compiled: {error}")
+            for choice_id in request.aborted:
+                self._engine.abort(choice_id)
+        return bool(ready)
+
+    def _abort_compiling(self, choice_id: str) -> bool:
+        """Whether it is a choice of a request whose grammar is being compiled; with the last of them that is gone."""
+        for request in self._compiling:
+            choices = choice_ids(request.message.request_id, request.message.params.n)
+            if choice_id in choices:
+                request.aborted.add(choice_id)
+                if len(request.aborted) == len(choices):
+                    self._compiling.remove(request)
+                return True
+        return False
+
+    def _refuse(self, message: messages.Add, reason: FinishReason, why: str) -> None:
+        self._refused += [
+            RequestOutput(choice_id, [], finish_reason=reason.value, error=why)
+            for choice_id in choice_ids(message.request_id, message.params.n)
+        ]
 
     def _answer(self, question: messages.Question) -> messages.Answer:
         try:

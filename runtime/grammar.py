@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
+    from llguidance._lib import JsonCompileOptions
 
 #: uint32: bit i % 32 of word i // 32 says whether token i may come next.
 MaskWords = npt.NDArray[np.uint32]
@@ -29,6 +30,11 @@ GRAMMAR_KINDS = {
     "choice": "list of choices",
     "lark": "Lark grammar",
 }
+
+#: llguidance's options for JSON, where a schema does not set its own under "x-guidance"; a schema inside a Lark grammar
+#: has to carry them there. White space is what json.dumps and people write, one space or a line break and an
+#: indentation: without a bound a small model may never end it.
+JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"[ ]|\r?\n[ \t]{0,64}"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,4 +169,5 @@ def _check_mask(mask: MaskWords, shape: tuple[int, ...]) -> None:
 def one_line(words: str) -> str:
     """llguidance's words as one line of bounded length, without its notes on its own inside."""
     line = " ".join(words.partition("<backtrace>")[0].replace("<non-verbose/>", "").split())
+    line = line.replace("NoExtensionBias", "no text can come next")
     return line if len(line) <= MAX_COMPLAINT_CHARS else line[: MAX_COMPLAINT_CHARS - 1] + "…"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import queue
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -17,18 +18,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pageframe.runtime.errors import InvalidRequestError
-from pageframe.runtime.grammar import GRAMMAR_KINDS, CompiledGrammar, GrammarSpec, one_line
+from pageframe.runtime.grammar import GRAMMAR_KINDS, JSON_OPTIONS, CompiledGrammar, GrammarSpec, one_line
 from pageframe.runtime.grammar_trial import GrammarTrial, TrialLimits, compile_grammar
 from pageframe.runtime.grammar_vocabulary import ModelTokens
 from pageframe.runtime.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
-    from llguidance._lib import JsonCompileOptions
 
-#: llguidance's options for JSON, where a schema does not set its own under "x-guidance". White space is what json.dumps
-#: and people write, one space or a line break and an indentation: without a bound a small model may never end it.
-JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"[ ]|\r?\n[ \t]{0,64}"}
+#: An attribute of a Lark rule that llguidance takes and leaves to whoever draws.
+_TEMPERATURE = re.compile(r"^[!?]?[a-z_][^:\n]*\[[^\]:]*\btemperature\s*=", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,7 @@ class _RefusedError(Exception):
 
 
 class GrammarCompiler:
-    """Compiles grammars for one model. Safe to use from several threads; `close` ends its child processes.
+    """Compiles grammars for one model. Safe to use from several threads.
 
     Args:
         vocab_size: the model's, which may be larger than the tokenizer's.
@@ -113,9 +112,14 @@ class GrammarCompiler:
         self.compile(GrammarSpec("json_object"))
 
     def close(self) -> None:
-        """End the child processes; none may be at work."""
-        while not self._trials.empty():
-            self._trials.get_nowait().close()
+        """End the child processes, which otherwise end with this object; none may be at work.
+
+        A grammar that comes later starts them again.
+        """
+        trials = [self._trials.get_nowait() for _ in range(self._trials.qsize())]
+        for trial in trials:
+            trial.close()
+            self._trials.put(trial)
 
     def _cached(self, spec: GrammarSpec) -> CompiledGrammar | None:
         with self._lock:
@@ -206,6 +210,8 @@ def to_llguidance(spec: GrammarSpec) -> str:
     if spec.kind == "choice":
         return _lark("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, _choices(spec.source))))
     if spec.kind == "lark":
+        if _TEMPERATURE.search(spec.source):
+            raise ValueError("a rule sets a temperature, which is not supported; the request's own applies")
         return _lark(spec.source)
     raise ValueError(f"its kind is {spec.kind!r}; it must be one of {', '.join(GRAMMAR_KINDS)}")
 

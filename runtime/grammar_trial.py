@@ -56,7 +56,7 @@ class TrialLimits:
 class GrammarTrial:
     """A child process that tries grammars, started when first needed and again after one that ended it.
 
-    One thread at a time. `close` ends it.
+    One thread at a time. It ends with this object, or by `close`.
     """
 
     def __init__(self, table: TokenTable, limits: TrialLimits) -> None:
@@ -100,6 +100,9 @@ class GrammarTrial:
             except subprocess.TimeoutExpired:
                 process.kill()
                 return process.wait()
+
+    def __del__(self) -> None:
+        self.close()
 
     def _start(self) -> subprocess.Popen[bytes]:
         # What can be imported here can be imported there.

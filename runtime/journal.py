@@ -36,6 +36,14 @@ class ArriveEvent(Event):
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
+class GrammarEvent(Event):
+    """A request that arrived has a grammar of this `kind_of_grammar`, which its text will follow."""
+
+    kind: ClassVar[str] = "grammar"
+    kind_of_grammar: str
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
 class WaitEvent(Event):
     """A request cannot go on, from now on. `reason`: "blocks" (the head of the queue needs `needed`, `free` are free),
     "rows" (as many requests run as may) or "budget" (the step's tokens went to others)."""

@@ -34,7 +34,7 @@ class ChoiceResult:
 
     Args:
         token_ids: output tokens, an end token that ended it included (its text is not).
-        finish_reason: "stop" or "length".
+        finish_reason: "stop", "length" or "timeout".
         stop_reason: the stop string or stop token id that ended it, if one of the request's own did.
         logprobs: one per token, None where not asked for.
     """
@@ -53,11 +53,13 @@ class GenerationResult:
     Args:
         prompt: None where it was token ids.
         outputs: its params.n choices.
+        prompt_logprobs: one for each of its tokens but the first; None where not asked for.
     """
 
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[ChoiceResult]
+    prompt_logprobs: list[TokenLogprobs] | None = None
 
 
 @dataclass(slots=True)
@@ -66,6 +68,7 @@ class _Open:
 
     result: ChoiceResult
     stream: TextStream
+    whole: GenerationResult
 
 
 class LLM:
@@ -150,11 +153,11 @@ class LLM:
         request_id = f"llm-{self._num_requests}"
         self.engine.add(request_id, ids, params)
         self._num_requests += 1
-        result = GenerationResult(text, ids, [])
+        result = GenerationResult(text, ids, [], None if params.prompt_logprobs is None else [])
         for choice_id in choice_ids(request_id, params.n):
             choice = ChoiceResult(logprobs=None if params.logprobs is None else [])
             result.outputs.append(choice)
-            opened[choice_id] = _Open(choice, TextStream(self.tokenizer, params))
+            opened[choice_id] = _Open(choice, TextStream(self.tokenizer, params), result)
         return result
 
     def _run(self, opened: dict[str, _Open]) -> None:
@@ -172,6 +175,8 @@ class LLM:
         """Add a step's output to a result; whether that was its last."""
         if output.finish_reason == FinishReason.ERROR.value:
             raise EngineError(output.error)
+        if output.prompt_logprobs:
+            choice.whole.prompt_logprobs = output.prompt_logprobs
         result = choice.result
         ended = output.finish_reason == FinishReason.STOP.value
         text_ids = output.token_ids[:-1] if ended else output.token_ids

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pageframe.runtime.errors import InvalidRequestError
+from pageframe.runtime.grammar import GrammarSpec, Matcher
 
 #: Temperatures below this are greedy.
 GREEDY_BELOW = 1e-5
@@ -20,6 +21,10 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
 MAX_STOP_IDS = 1024
 MAX_CHOICES = 128
+MAX_BIASED_TOKENS = 1024
+MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_TOKENS = 1024
+MAX_TIMEOUT_SECONDS = 3600
 #: A request that slides or is preempted often waits often; so many of its waits are remembered.
 KEPT_WAITS = 64
 MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
@@ -38,6 +43,9 @@ class FinishReason(str, Enum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    TIMEOUT = "timeout"
+    #: It never ran: the request itself was at fault, and only the engine could tell.
+    REFUSED = "refused"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,14 +55,24 @@ class SamplingParams:
     Args:
         n: how many answers to draw, each a choice with a seed of its own.
         max_tokens: most output tokens; None means as many as `max_model_len` leaves.
-        min_tokens: before this many output tokens nothing but max_tokens ends the request; end-of-text and
-            stop ids are not sampled, stop strings not looked for.
+        min_tokens: before this many output tokens nothing but max_tokens, or a grammar whose text is whole, ends the
+            request; end-of-text and stop ids are not sampled, stop strings not looked for.
         temperature: 0 (or below 1e-5) is greedy.
         top_k: 0 or -1 is off; larger than the vocabulary is the whole vocabulary.
         seed: signed 64 bits; None draws one, which is recorded.
         stop: a string or strings that end the text; the string itself is left out unless `include_stop_str_in_output`.
-        ignore_eos: end-of-text tokens are ordinary tokens.
+        ignore_eos: end-of-text tokens are ordinary tokens, except where they end a grammar's text.
         logprobs: None for none; k for the chosen token and the k likeliest.
+        presence_penalty, frequency_penalty: taken from the logit of a token that the output has: once, and as often as
+            it has it.
+        repetition_penalty: what the logit of a token that prompt or output has is divided by, or multiplied with where
+            it is negative; 1 is off.
+        logit_bias: token id -> what is added to its logit.
+        bad_words_ids: sequences of tokens that the output must not contain.
+        allowed_token_ids: the only tokens that may be drawn, end-of-text tokens not excepted; empty is off.
+        prompt_logprobs: as `logprobs`, of the prompt's tokens.
+        grammar: what the text must follow.
+        timeout_seconds: it ends, with the finish reason "timeout", so long after its arrival at the engine.
 
     Raises:
         InvalidRequestError: a value is out of range.
@@ -74,6 +92,15 @@ class SamplingParams:
     logprobs: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    bad_words_ids: Sequence[Sequence[int]] = ()
+    allowed_token_ids: Sequence[int] = ()
+    prompt_logprobs: int | None = None
+    grammar: GrammarSpec | None = None
+    timeout_seconds: float | None = None
 
     def __post_init__(self) -> None:
         _check_int("n", self.n, 1, MAX_CHOICES)
@@ -93,10 +120,41 @@ class SamplingParams:
             _check_int("seed", self.seed, -(2**63), 2**63 - 1)
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            _check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        if self.timeout_seconds is not None:
+            _check_number("timeout_seconds", self.timeout_seconds, 0, MAX_TIMEOUT_SECONDS, open_low=True)
+        _check_number("presence_penalty", self.presence_penalty, -2, 2)
+        _check_number("frequency_penalty", self.frequency_penalty, -2, 2)
+        _check_number("repetition_penalty", self.repetition_penalty, 0, 10, open_low=True)
         # Kept as tuples; a lone string is one stop string, not its letters.
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         self._check_stop()
+        if self.logit_bias or self.bad_words_ids or self.allowed_token_ids:
+            self._check_tokens()
+
+    def _check_tokens(self) -> None:
+        object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+        object.__setattr__(self, "bad_words_ids", tuple(tuple(word) for word in self.bad_words_ids))
+        if len(self.logit_bias) > MAX_BIASED_TOKENS:
+            raise InvalidRequestError(
+                f"logit_bias has {len(self.logit_bias)} entries; at most {MAX_BIASED_TOKENS} are allowed",
+                param="logit_bias",
+            )
+        for value in self.logit_bias.values():
+            _check_number("logit_bias", value, -100, 100)
+        if len(self.bad_words_ids) > MAX_BAD_WORDS:
+            raise InvalidRequestError(
+                f"bad_words_ids has {len(self.bad_words_ids)} sequences; at most {MAX_BAD_WORDS} are allowed",
+                param="bad_words_ids",
+            )
+        for word in self.bad_words_ids:
+            if not 1 <= len(word) <= MAX_BAD_WORD_TOKENS:
+                raise InvalidRequestError(
+                    f"bad_words_ids has a sequence of {len(word)} tokens; each must have 1 to {MAX_BAD_WORD_TOKENS}",
+                    param="bad_words_ids",
+                )
 
     def _check_stop(self) -> None:
         if len(self.stop) > MAX_STOP_STRINGS:
@@ -164,7 +222,9 @@ class RequestOutput:
         num_cached_tokens: prompt tokens found computed at admission.
         queued_seconds: on a request's first output, from its arrival at the engine to its first step; -1 on others.
         prefill_seconds: likewise, from its first step to its first token.
-        error: what failed, when finish_reason is "error".
+        error: what failed, when finish_reason is "error"; what is wrong with the request, when it is "refused".
+        prompt_logprobs: where asked for, on the first output of the choice that computed the prompt: one for each
+            token of the prompt but its first.
     """
 
     request_id: str
@@ -176,6 +236,7 @@ class RequestOutput:
     queued_seconds: float = -1.0
     prefill_seconds: float = -1.0
     error: str = ""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -216,6 +277,10 @@ class Request:
         max_total_tokens: prompt plus most output tokens.
         stop_ids: all token ids that end it (end of text and the request's own), empty with none.
         eos_ids: the part of stop_ids that is end of text, reported with no stop reason.
+        wants_prompt_logprobs: as long as some of its prompt's logprobs are not known; `prompt_logprobs` are those that
+            are, from the prompt's second token on.
+        matcher: how far its text has come in its grammar, if it has one.
+        deadline: when it ends, finished or not.
     """
 
     request_id: str
@@ -232,6 +297,9 @@ class Request:
     eos_ids: frozenset[int]
     salt: bytes = b""
     wants_prompt_logprobs: bool = False
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    matcher: Matcher | None = None
+    deadline: float = math.inf
     followers: list[Request] = field(default_factory=list)
     leader: Request | None = None
     context_start: int = 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from pageframe.runtime.request import Request
+from pageframe.runtime.token_rules import TokenRules, has_rules
 
 
 class RequestRows:
@@ -19,6 +20,8 @@ class RequestRows:
     num_prompt_tokens    int32  where the output begins; negative once a context has slid past it
     min_total_tokens     int32  below this many tokens of context no stop id may be drawn
     temperature, top_p, min_p float32 · top_k, num_logprobs (-1: none) int32 · seed int64
+    rules                by row, of those that have any: what changes their logits
+    scored               rows whose prompt tokens' logprobs are wanted
     """
 
     def __init__(self, max_requests: int, max_model_len: int) -> None:
@@ -35,6 +38,8 @@ class RequestRows:
         self.top_k = np.zeros(max_requests, dtype=np.int32)
         self.num_logprobs = np.full(max_requests, -1, dtype=np.int32)
         self.seed = np.zeros(max_requests, dtype=np.int64)
+        self.rules: dict[int, TokenRules] = {}
+        self.scored: set[int] = set()
 
     def load(self, row: int, request: Request, num_computed_tokens: int) -> None:
         """Fill `row` from a request that enters, some leading tokens of its context computed already."""
@@ -50,8 +55,14 @@ class RequestRows:
         self.top_k[row] = min(max(0, params.top_k), np.iinfo(np.int32).max)
         self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
         self.seed[row] = request.seed
+        if has_rules(request):
+            self.rules[row] = TokenRules(request)
+        if request.wants_prompt_logprobs:
+            self.scored.add(row)
 
     def store(self, row: int, request: Request) -> None:
         """Take a request's tokens out of its row before it leaves."""
         context = self.token_ids[row, : self.num_tokens[row]]
         request.token_ids = np.concatenate([request.token_ids[: request.context_start], context])
+        self.rules.pop(row, None)
+        self.scored.discard(row)

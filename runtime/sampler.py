@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from itertools import pairwise
 
@@ -24,7 +25,8 @@ from pageframe.kernels.triton.sampling_rules import token_masses
 from pageframe.kernels.triton.sampling_table import Draws
 from pageframe.runtime.philox import NOISE_SPAN, gumbel, gumbel_bound, token_words
 from pageframe.runtime.request import GREEDY_BELOW, TokenLogprobs
-from pageframe.runtime.step_plan import SamplingBatch, StepResult
+from pageframe.runtime.step_plan import NO_TOKEN, SamplingBatch, ScoredTokens, StepResult
+from pageframe.runtime.token_rules import TokenRules, unpack
 
 Float32s = npt.NDArray[np.float32]
 Int64s = npt.NDArray[np.int64]
@@ -42,13 +44,16 @@ _SORTED_SHARE = 64
 # top_k's candidates are bounded by the largest of as many lanes, each of at least so many tokens.
 _LANES_PER_TOKEN = 4
 _LEAST_LANE = 8
+# Prompts' logprobs: logits of so many tokens are held at once.
+_SCORED_AT_ONCE = 64
 
 
 class Sampler:
-    """Chooses tokens: banned ids, then temperature, top_k, top_p, min_p, then Gumbel noise and the arg-max.
+    """Chooses tokens: banned ids and rules, then temperature, top_k, top_p, min_p, then Gumbel noise and the arg-max.
 
     Ties go to the lower id: in the arg-max, at the top_k and top_p boundaries, in logprobs. A NaN logit counts as
-    -inf, +inf as the largest float32. A row with nothing above -inf counts as all equal.
+    -inf, +inf as the largest float32. A row with nothing above -inf counts as all equal. Logprobs are of the logits
+    before any rule.
 
     Args:
         logits: hidden states [n, hidden_size] -> float32 logits [n, vocab_size].
@@ -70,7 +75,7 @@ class Sampler:
     def sample(self, hidden: torch.Tensor, batch: SamplingBatch) -> StepResult:
         """One token per row of `hidden` [n, hidden_size], which are the batch's in order."""
         is_plain = (batch.temperature < GREEDY_BELOW) & (batch.num_logprobs < 0)
-        is_plain[[row for row, _ in batch.banned]] = False
+        is_plain[[row for row, _ in (*batch.banned, *batch.rules)]] = False
         plain = np.flatnonzero(is_plain)
         found = self._fused_arg_max(_rows(hidden, plain)) if len(plain) else None
         if found is None:
@@ -90,19 +95,35 @@ class Sampler:
         """`sample` from the logits, float32 [n, vocab_size], which stay as they are.
 
         Banned ids beyond the vocabulary have no effect; a row whose every id is banned is drawn as if all were equal.
+        A row whose mask leaves nothing gets NO_TOKEN.
         """
         assert logits.dtype == torch.float32
         assert logits.shape[0] == len(batch)
         on_device = _has_kernels(logits.device) if self._on_device is None else self._on_device
         return _sample_on_device(logits, batch) if on_device else _sample_on_host(logits, batch)
 
+    def score(self, hidden: torch.Tensor, scored: ScoredTokens) -> dict[int, list[TokenLogprobs]]:
+        """Logprobs of the prompt tokens that follow `hidden` [n, hidden_size], by position in the plan.
+
+        Never more than a slice of their logits is in memory.
+        """
+        found: list[TokenLogprobs] = []
+        for start in range(0, len(scored.token_ids), _SCORED_AT_ONCE):
+            part = slice(start, start + _SCORED_AT_ONCE)
+            found += _score(self._logits(hidden[part]), scored.token_ids[part], scored.num_top[part])
+        ends = np.cumsum([count for _, count in scored.requests]).tolist()
+        return {
+            position: found[end - count : end] for (position, count), end in zip(scored.requests, ends, strict=True)
+        }
+
 
 def _sample_on_host(logits: torch.Tensor, batch: SamplingBatch) -> StepResult:
     chosen, best = _arg_max(logits)
     token_ids = chosen.astype(np.int32)
-    banned = dict(batch.banned)
+    banned, rules = dict(batch.banned), dict(batch.rules)
     noisy = ~(batch.temperature < GREEDY_BELOW)
     wrong = ~np.isfinite(best)
+    wrong[list(rules)] = True
     for row, ids in banned.items():
         wrong[row] |= token_ids[row] in ids
     wanted = np.flatnonzero(noisy | wrong | (batch.num_logprobs >= 0))
@@ -111,20 +132,28 @@ def _sample_on_host(logits: torch.Tensor, batch: SamplingBatch) -> StepResult:
     waiting: list[_Candidates] = []
     num_waiting = 0
     for row, values in host_rows.items():
-        if noisy[row]:
-            waiting.append(_candidates(_allowed(values, best[row], banned.get(row, ())), batch, row))
+        if not (noisy[row] or wrong[row]):
+            continue
+        if row in rules:
+            allowed = _ruled(values, best[row], banned.get(row, ()), rules[row])
+        else:
+            allowed = _allowed(values, best[row], banned.get(row, ()))
+        if not len(allowed):
+            token_ids[row] = NO_TOKEN
+        elif noisy[row]:
+            waiting.append(_candidates(allowed, batch, row))
             num_waiting += len(waiting[-1].ids)
             if num_waiting >= _DRAWN_TOGETHER:
                 _draw(waiting, batch, token_ids)
                 waiting, num_waiting = [], 0
-        elif wrong[row]:
-            token_ids[row] = _allowed(values, best[row], banned.get(row, ())).argmax()
+        else:
+            token_ids[row] = allowed.argmax()
     if waiting:
         _draw(waiting, batch, token_ids)
     logprobs = {
         row: _logprobs(_allowed(values, best[row], ()), int(token_ids[row]), int(batch.num_logprobs[row]))
         for row, values in host_rows.items()
-        if batch.num_logprobs[row] >= 0
+        if batch.num_logprobs[row] >= 0 and token_ids[row] != NO_TOKEN
     }
     return StepResult(token_ids, logprobs)
 
@@ -132,15 +161,27 @@ def _sample_on_host(logits: torch.Tensor, batch: SamplingBatch) -> StepResult:
 def _sample_on_device(logits: torch.Tensor, batch: SamplingBatch) -> StepResult:
     """`Sampler.sample_logits` by kernels; rows with nothing above -inf to draw from are left to the host."""
     from pageframe.kernels.triton.sampling import draw_tokens
+    from pageframe.runtime.device_logits import logprobs_of, penalties_of, with_bias_and_masks
 
     rows = [index for index, ids in batch.banned for _ in ids]
     banned = np.array(rows, np.int64), np.array([token_id for _, ids in batch.banned for token_id in ids], np.int64)
-    drawn = draw_tokens(logits, _draws(batch), banned if rows else None)
+    allowed = with_bias_and_masks(logits, batch) if batch.rules else logits
+    penalties = penalties_of(batch, logits.device) if batch.rules else None
+    drawn = draw_tokens(allowed, _draws(batch), banned if rows else None, penalties)
     token_ids = drawn.token_ids
+    # What the kernels know of a row that is changed before they see it are not the raw logits' logprobs.
+    changed = [row for row, _ in batch.rules if allowed is not logits and batch.num_logprobs[row] >= 0]
+    is_known = (batch.num_logprobs >= 0) & (token_ids >= 0)
+    is_known[changed] = False
     logprobs = {
         row: TokenLogprobs(*drawn.logprobs(row, int(batch.num_logprobs[row])))
-        for row in np.flatnonzero((batch.num_logprobs >= 0) & (token_ids >= 0)).tolist()
+        for row in np.flatnonzero(is_known).tolist()
     }
+    changed = [row for row in changed if token_ids[row] >= 0]
+    if changed:
+        picked = torch.tensor(changed, device=logits.device)
+        found = logprobs_of(logits[picked], token_ids[changed].astype(np.int64), batch.num_logprobs[changed])
+        logprobs |= zip(changed, found, strict=True)
     lost = np.flatnonzero(token_ids < 0)
     if len(lost):
         result = _sample_on_host(torch.from_numpy(_host_rows(logits, lost)), batch.take(lost))
@@ -187,7 +228,12 @@ def _device_arg_max(logits: torch.Tensor) -> tuple[Int64s, Float32s]:
 
 
 def _has_kernels(device: torch.device) -> bool:
-    return device.type == "cuda" and find_spec("triton") is not None
+    return device.type == "cuda" and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 def _host_rows(logits: torch.Tensor, rows: Int64s) -> Float32s:
@@ -215,6 +261,19 @@ def _allowed(values: Float32s, best: np.float32, banned: tuple[int, ...]) -> Flo
         if len(set(ids)) < len(allowed):
             allowed[ids] = -np.inf
     return allowed
+
+
+def _ruled(values: Float32s, best: np.float32, banned: tuple[int, ...], rules: TokenRules) -> Float32s:
+    """What `_allowed` makes of a row that has rules; of no length where its mask leaves nothing. A copy."""
+    changed = _allowed(values, best, ()).copy()
+    rules.apply(changed)
+    if rules.mask is None:
+        return _allowed(changed, changed.max(), banned)
+    may_come = unpack(rules.mask, len(values))
+    changed[~may_come] = -np.inf
+    if changed.max() == -np.inf:
+        changed[may_come] = 0
+    return changed if may_come.any() else changed[:0]
 
 
 def _candidates(values: Float32s, batch: SamplingBatch, row: int) -> _Candidates:
@@ -293,7 +352,6 @@ def _nucleus_by_histogram(
     values: Float32s, distance: Float32s, masses: npt.NDArray[np.float64], target: float
 ) -> Int64s:
     """`_nucleus` by sorting only the bin in which the mass reaches `target`; the bins before it are taken whole."""
-    # Whatever clips to the last bin had overflowed or would be there anyway.
     bins = (distance.clip(0, _LAST_BIN / _BINS_PER_UNIT) * _BINS_PER_UNIT).astype(np.int32)
     mass = np.bincount(bins, masses, minlength=_NUM_BINS).cumsum()
     last_bin = int(mass.searchsorted(target))
@@ -304,9 +362,7 @@ def _nucleus_by_histogram(
     return kept.nonzero()[0]
 
 
-def _shortest_prefix(
-    values: Float32s, masses: npt.NDArray[np.float64], indices: Int64s, target: float
-) -> Int64s:
+def _shortest_prefix(values: Float32s, masses: npt.NDArray[np.float64], indices: Int64s, target: float) -> Int64s:
     """The fewest of `indices`, likeliest first, whose mass is at least `target`."""
     order = indices[_likeliest_of_few(values[indices], len(indices))]
     found: Int64s = order[: int(masses[order].cumsum().searchsorted(target)) + 1]
@@ -360,6 +416,18 @@ def _logprobs(values: Float32s, token_id: int, count: int) -> TokenLogprobs:
         top_ids=top_ids,
         top_logprobs=[float(values[top_id]) - log_total for top_id in top_ids],
     )
+
+
+def _score(logits: torch.Tensor, token_ids: Int64s, num_top: npt.NDArray[np.int32]) -> list[TokenLogprobs]:
+    if logits.device.type != "cpu":
+        from pageframe.runtime.device_logits import logprobs_of
+
+        return logprobs_of(logits, token_ids, num_top)
+    rows = logits.numpy()
+    return [
+        _logprobs(_allowed(values, values.max(), ()), token_id, count)
+        for values, token_id, count in zip(rows, token_ids.tolist(), num_top.tolist(), strict=True)
+    ]
 
 
 def _draws(batch: SamplingBatch) -> Draws:

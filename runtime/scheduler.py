@@ -15,6 +15,7 @@ What a prefix lookup finds is a head start in it, and a preempted request contin
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,6 +30,7 @@ from pageframe.runtime.journal import (
     ChunkEvent,
     FinishEvent,
     ForkEvent,
+    GrammarEvent,
     Journal,
     PreemptEvent,
     SlideEvent,
@@ -38,7 +40,7 @@ from pageframe.runtime.prefix_cache import Lookup
 from pageframe.runtime.request import FinishReason, Request, RequestOutput, RequestStatus, TokenLogprobs
 from pageframe.runtime.request_queues import RequestQueues
 from pageframe.runtime.rows import RequestRows
-from pageframe.runtime.step_plan import StepPlan, StepResult
+from pageframe.runtime.step_plan import NO_TOKEN, StepPlan, StepResult
 from pageframe.runtime.token_budget import share_token_budget, step_budget
 
 Int32s = npt.NDArray[np.int32]
@@ -119,6 +121,9 @@ class Scheduler:
         self._blocked: _Blocked | None = None
         self._running_rows: Int32s = np.zeros(0, dtype=np.int32)
         self._preempted: list[str] = []
+        #: No live request's deadline is earlier.
+        self._next_deadline = math.inf
+        self._timed_out: list[RequestOutput] = []
 
     # ---- what others may read -------------------------------------------------------------------------------------
 
@@ -160,6 +165,7 @@ class Scheduler:
         self.journal.at(self.step, now)
         leader, *followers = choices
         self._queues.add(choices)
+        self._next_deadline = min(self._next_deadline, leader.deadline)
         self._queue(leader, now)
         for follower in followers:
             self._wait(follower, "group", now)
@@ -174,6 +180,8 @@ class Scheduler:
                 seed=request.request_seed,
                 leader="" if request is leader else leader.request_id,
             )
+            if request.params.grammar is not None:
+                self.journal.note(GrammarEvent, request.request_id, kind_of_grammar=request.params.grammar.kind)
 
     def _queue(self, request: Request, now: float) -> None:
         """Put a request in its place among those that wait."""
@@ -254,12 +262,28 @@ class Scheduler:
         self.step += 1
         self.journal.at(self.step, now)
         self._preempted = []
+        if now >= self._next_deadline:
+            self._end_late(now)
         self._refresh_running_rows()
         self._grow_decoding(now)
         self._admit_waiting(now)
         self._refresh_running_rows()
         token_budget, new_tokens = self._share_budget(now)
         return self._plan(token_budget, new_tokens)
+
+    def _end_late(self, now: float) -> None:
+        """End the requests whose deadline has come."""
+        late = [request for request in self._queues.live() if request.deadline <= now]
+        # Those who follow come last among the live ones; ended first, they need not lead in their leader's place.
+        for request in reversed(late):
+            self._end(request, FinishReason.TIMEOUT, now)
+            self._timed_out.append(RequestOutput(request.request_id, [], finish_reason=FinishReason.TIMEOUT.value))
+        self._next_deadline = min((request.deadline for request in self._queues.live()), default=math.inf)
+
+    def take_timed_out(self) -> list[RequestOutput]:
+        """The last outputs of those that the latest step ended at their deadline."""
+        timed_out, self._timed_out = self._timed_out, []
+        return timed_out
 
     def _grow_decoding(self, now: float) -> None:
         """A block for each decoding request whose last one is full, preempting from the end of the order."""
@@ -429,6 +453,8 @@ class Scheduler:
         self.blocks.copies_made()
         self.blocks.publish(plan.requests, rows, num_computed, self.rows.token_ids)
         self.blocks.release_behind_window(plan.requests, rows, num_computed)
+        for position, logprobs in result.prompt_logprobs.items():
+            self._take_prompt_logprobs(plan.requests[position], logprobs)
 
         sampling = np.flatnonzero(plan.num_samples)
         sampled_rows, num_samples = rows[sampling], plan.num_samples[sampling]
@@ -447,6 +473,12 @@ class Scheduler:
             outputs.append(self._take(request, token_ids[first], result.logprobs.get(first), now))
         return outputs
 
+    def _take_prompt_logprobs(self, request: Request, logprobs: list[TokenLogprobs]) -> None:
+        request.prompt_logprobs += logprobs
+        if len(request.prompt_logprobs) == request.num_prompt_tokens - 1:
+            request.wants_prompt_logprobs = False  # from now on it may find its prompt computed
+            self.rows.scored.discard(request.row)
+
     def _fork(
         self, follower: Request, leader: Request, token: int, logprobs: TokenLogprobs | None, now: float
     ) -> RequestOutput:
@@ -454,6 +486,7 @@ class Scheduler:
         follower.first_scheduled_time = leader.first_scheduled_time
         follower.num_cached_tokens = leader.num_cached_tokens
         follower.miss_reason, follower.evicted_step = leader.miss_reason, leader.evicted_step
+        follower.wants_prompt_logprobs = False
         follower.token_ids = np.append(follower.token_ids, np.int32(token))
         output = self._take(follower, token, logprobs, now)
         if follower.status is RequestStatus.FINISHED:
@@ -472,6 +505,13 @@ class Scheduler:
 
     def _take(self, request: Request, token: int, logprobs: TokenLogprobs | None, now: float) -> RequestOutput:
         """The output that tells of a request's new token, which may end the request or make its context slide."""
+        running = request.status is RequestStatus.RUNNING
+        length = int(self.rows.num_tokens[request.row]) if running else len(request.context)
+        if token == NO_TOKEN or request.matcher is not None:
+            complaint = _complaint(request, token)
+            if complaint:
+                self._end(request, FinishReason.ERROR, now, keep=request.context_start + length - 1)
+                return RequestOutput(request.request_id, [], finish_reason=FinishReason.ERROR.value, error=complaint)
         output = RequestOutput(request.request_id, [token])
         if logprobs is not None:
             output.logprobs = [logprobs]
@@ -481,8 +521,7 @@ class Scheduler:
             output.num_cached_tokens = request.num_cached_tokens
             output.queued_seconds = request.first_scheduled_time - request.arrival_time
             output.prefill_seconds = now - request.first_scheduled_time
-        running = request.status is RequestStatus.RUNNING
-        length = int(self.rows.num_tokens[request.row]) if running else len(request.context)
+            output.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, []
         if token in request.stop_ids:
             output.finish_reason = FinishReason.STOP.value
             output.stop_token_id = -1 if token in request.eos_ids else token
@@ -492,7 +531,22 @@ class Scheduler:
             self._end(request, FinishReason.LENGTH, now)
         elif length > self.max_model_len:
             self._slide(request, now)
+        elif request.matcher is not None and request.matcher.must_stop and request.params.logprobs is None:
+            output.token_ids.append(self._append_end(request))
+            output.finish_reason = FinishReason.STOP.value
+            self._end(request, FinishReason.STOP, now)
         return output
+
+    def _append_end(self, request: Request) -> int:
+        """Its grammar's text is whole: the end-of-text token that alone can follow needs no forward pass, unless its
+        logprob is wanted. Returns it."""
+        token = min(request.eos_ids)
+        if request.status is RequestStatus.RUNNING:
+            self.rows.token_ids[request.row, self.rows.num_tokens[request.row]] = token
+            self.rows.num_tokens[request.row] += 1
+        else:
+            request.token_ids = np.append(request.token_ids, np.int32(token))
+        return token
 
     def _slide(self, request: Request, now: float) -> None:
         """Its context is full: a later part of it becomes a new context, which enters like any other."""
@@ -548,3 +602,15 @@ class Scheduler:
             assert end <= self.tables.blocks_for(known + 1), f"{request.request_id} holds more blocks than it needs"
         if not running:
             assert self.allocator.num_used == 0, "idle, but blocks are used"
+
+
+def _complaint(request: Request, token: int) -> str:
+    """Why a request cannot go on with the token drawn for it; "" where it can, and its matcher has taken it."""
+    matcher = request.matcher
+    if token != NO_TOKEN and matcher is not None and matcher.accept(token):
+        return ""
+    if matcher is not None and matcher.error:
+        return f"the text cannot follow its grammar any further: {matcher.error}"
+    return (
+        "no token may come next: that is what its grammar, allowed_token_ids, bad_words and min_tokens leave together"
+    )

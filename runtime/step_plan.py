@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -12,8 +12,12 @@ from pageframe.runtime.block_copy import BlockCopy
 from pageframe.runtime.block_table import TableUpdates
 from pageframe.runtime.request import Request, TokenLogprobs
 from pageframe.runtime.rows import RequestRows
+from pageframe.runtime.token_rules import TokenRules
 
 Int32s = npt.NDArray[np.int32]
+
+#: In the place of a token where a request's own rules leave none.
+NO_TOKEN = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +109,7 @@ class SamplingBatch:
         output_index: int64, output tokens the request already has.
         num_logprobs: int32, -1 for none.
         banned: (index, token ids that may not be drawn) where there are any.
+        rules: (index, what else changes its logits) where anything does.
     """
 
     temperature: npt.NDArray[np.float32]
@@ -115,6 +120,7 @@ class SamplingBatch:
     output_index: npt.NDArray[np.int64]
     num_logprobs: Int32s
     banned: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    rules: tuple[tuple[int, TokenRules], ...] = ()
 
     def __len__(self) -> int:
         return len(self.seed)
@@ -131,6 +137,7 @@ class SamplingBatch:
             output_index=self.output_index[indices],
             num_logprobs=self.num_logprobs[indices],
             banned=tuple((places[index], ids) for index, ids in self.banned if index in places),
+            rules=tuple((places[index], rules) for index, rules in self.rules if index in places),
         )
 
     @classmethod
@@ -142,13 +149,32 @@ class SamplingBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoredTokens:
+    """Prompt tokens whose logprobs are wanted: arrays over those that follow a token which this step computes.
+
+    Args:
+        wanted: int64, the tokens of the batch that they follow.
+        token_ids: int64, their own ids.
+        num_top: int32, how many of the likeliest tokens are wanted beside each.
+        requests: (position in the plan, how many of them are its), in their order.
+    """
+
+    wanted: npt.NDArray[np.int64]
+    token_ids: npt.NDArray[np.int64]
+    num_top: Int32s
+    requests: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """What the forward pass gave: num_samples tokens of each request, in plan order.
 
     Args:
-        token_ids: int32 [number of samples].
+        token_ids: int32 [number of samples]; NO_TOKEN where a request's rules leave none.
         logprobs: by index into `token_ids`, where asked for.
+        prompt_logprobs: of the prompt tokens that were to be scored, by position in the plan.
     """
 
     token_ids: Int32s
     logprobs: dict[int, TokenLogprobs]
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)

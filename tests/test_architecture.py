@@ -16,6 +16,7 @@ TORCH_USERS = {
     "runtime/cuda_graphs.py",
     "runtime/sampler.py",
     "runtime/arithmetic.py",
+    "runtime/device_logits.py",
     "runtime/engine_builder.py",
     "runtime/pool_measure.py",
     *(

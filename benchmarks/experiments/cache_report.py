@@ -148,8 +148,9 @@ def _faster_than_the_square(results: Results) -> Iterator[str]:
     passed, share = growth.square_passed_at, growth.parts(lap.last)[2] / growth.seconds(lap.last)
     beyond = f", beyond the {lap.last:,} measured" if passed > lap.last else ""
     yield (
-        f"Without a cache the total of {_requests(results.races[0])} has a part that grows with the cube of the tokens, "
-        f"{share:.0%} at {lap.last:,} as fitted: from {passed:,.0f} tokens on{beyond} it grows faster than their square."
+        f"Without a cache the total of {_requests(results.races[0])} has a part that grows with the cube of the "
+        f"tokens, {share:.0%} at {lap.last:,} as fitted: from {passed:,.0f} tokens on{beyond} it grows faster than "
+        "their square."
     )
 
 

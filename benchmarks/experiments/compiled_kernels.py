@@ -4,7 +4,7 @@
 
 One line for each (kernel, variant, target): registers and spilled bytes of a thread, shared memory of a program, the
 instruction of its products, and loads from global memory that are 16 bytes wide, and narrower ones. Exits with 1 where
-registers spill without a stated reason, or a program asks for more shared memory than the target has.
+registers spill beyond what is stated here, or a program asks for more shared memory than the target has.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from pageframe.benchmarks.experiments.kernel_code import Code, read_code
 from pageframe.benchmarks.experiments.kernel_launches import TARGETS, Launch, Target, compiled_launches
 from pageframe.kernels.triton import tables
 
-#: Of (kernel, target): why its registers may spill.
-STATED_SPILLS: dict[tuple[str, str], str] = {}
+#: Of (kernel, target): bytes a thread that may spill, and why. Ampere's products take all operands from registers: with
+#: heads of 256 the sums of 128 rows leave too few for them, and with codes, which are widened there, also heads of 128.
+STATED_SPILLS = {("attend_prefill_kernel", "sm_80"): 400}
 FP8 = {"sm_90": torch.float8_e4m3fn, "sm_100": torch.float8_e4m3fn, "gfx942": torch.float8_e4m3fnuz}
 #: Of the table, where there is no terminal to ask.
 PIPED_WIDTH = 140
@@ -51,7 +52,7 @@ class Row:
         limit = TARGETS[self.target].shared_limit
         if self.code.shared_bytes > limit:
             return f"{self.code.shared_bytes} bytes of shared memory; {self.target} has {limit}"
-        if self.code.spilled_bytes and (self.kernel, self.target) not in STATED_SPILLS:
+        if self.code.spilled_bytes > STATED_SPILLS.get((self.kernel, self.target), 0):
             return f"{self.code.spilled_bytes} bytes of registers are spilled"
         return ""
 

@@ -21,7 +21,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,18 +31,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from pageframe.benchmarks.experiments.grammar_cases import GrammarCase, in_schema_order, read_cases
-from pageframe.benchmarks.experiments.grammar_generation import GeneratedText, generate
 from pageframe.benchmarks.experiments.report import check_outputs, engine_line, run_experiment, write_json
 from pageframe.runtime.chat_template import load_chat_template
-from pageframe.runtime.config import DEFAULT_MODEL, EngineConfig
-from pageframe.runtime.engine_builder import build_engine
+from pageframe.runtime.config import DEFAULT_MODEL
 from pageframe.runtime.errors import InvalidRequestError
 from pageframe.runtime.grammar import CompiledGrammar, GrammarSpec
 from pageframe.runtime.grammar_compiler import GrammarCompiler
 from pageframe.runtime.grammar_vocabulary import ModelTokens
+from pageframe.runtime.llm import LLM
 from pageframe.runtime.models.config import load_model_config
 from pageframe.runtime.models.source import resolve_source
-from pageframe.runtime.tokenizer import Tokenizer, load_tokenizer
+from pageframe.runtime.request import FinishReason, SamplingParams
+from pageframe.runtime.tokenizer import load_tokenizer
 
 QUICK_CASES, QUICK_TEXTS, QUICK_TOKENS = 10, 4, 64
 NUM_REASONS, NUM_NAMES = 12, 20
@@ -86,17 +86,15 @@ class TextResult:
     text: str
 
 
-def judge(
-    case: GrammarCase, compiler: GrammarCompiler, tokens: ModelTokens
-) -> tuple[CaseResult, CompiledGrammar | None]:
-    """What becomes of a schema and its documents, and its grammar if it has one."""
+def judge(case: GrammarCase, compiler: GrammarCompiler, tokens: ModelTokens) -> CaseResult:
+    """What becomes of a schema and its documents."""
     result = CaseResult(case.group, case.name, len(case.valid), len(case.invalid))
     started = time.perf_counter()
     try:
-        grammar = compiler.compile(GrammarSpec("json_schema", json.dumps(case.schema)), param="schema")
+        grammar = compiler.compile(grammar_of(case), param="schema")
     except InvalidRequestError as error:
         result.refused = error.message
-        return result, None
+        return result
     finally:
         result.seconds = time.perf_counter() - started
     for document in case.valid:
@@ -112,7 +110,7 @@ def judge(
         result.rejected += rejected
         if not rejected:
             result.wrong.append(f"invalid, but accepted: {json.dumps(document)}")
-    return result, grammar
+    return result
 
 
 def follows(grammar: CompiledGrammar, document: Any, tokens: ModelTokens) -> bool:
@@ -138,64 +136,52 @@ def validate(case: GrammarCase, text: str) -> str:
     return "valid" if found is None else f"not valid: {found.message}"
 
 
-def write_texts(
-    cases: Sequence[GrammarCase],
-    grammars: Sequence[CompiledGrammar],
-    *,
-    max_tokens: int,
-    temperature: float,
-    progress: Callable[[int], None],
-) -> tuple[list[TextResult], str]:
-    """What the default model writes under each grammar, and the line about machine and engine."""
+def write_texts(cases: Sequence[GrammarCase], *, max_tokens: int, temperature: float) -> tuple[list[TextResult], str]:
+    """What the default model writes under each schema, and the line about machine and engine."""
     source = resolve_source(DEFAULT_MODEL)
-    tokenizer = load_tokenizer(source)
-    template = load_chat_template(source, tokenizer)
+    llm = LLM(DEFAULT_MODEL)
+    template = load_chat_template(source, llm.tokenizer)
     assert template is not None
-    prompts = []
-    for case in cases:
+    prompts: list[Sequence[int]] = []
+    params = []
+    for index, case in enumerate(cases):
         request = f"Write a short example of a JSON document of the kind {case.name!r}. Answer with the JSON alone."
         text = template.render([{"role": "user", "content": request}])
-        prompts.append(tokenizer.encode(text, add_special_tokens=False))
-    engine = build_engine(EngineConfig(model=DEFAULT_MODEL))
-    texts = generate(engine, prompts, grammars, max_tokens=max_tokens, temperature=temperature, progress=progress)
-    results = [_text_result(case, tokenizer, text) for case, text in zip(cases, texts, strict=True)]
-    return results, engine_line(engine.resolved)
+        prompts.append(llm.tokenizer.encode(text, add_special_tokens=False))
+        spec = grammar_of(case)
+        params.append(SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=index, grammar=spec))
+    results = []
+    for case, generated in zip(cases, llm.generate(prompts, params), strict=True):
+        choice = generated.outputs[0]
+        outcome = "length" if choice.finish_reason == FinishReason.LENGTH.value else validate(case, choice.text)
+        results.append(TextResult(case.group, case.name, outcome, choice.text))
+    return results, engine_line(llm.resolved)
 
 
-def _text_result(case: GrammarCase, tokenizer: Tokenizer, generated: GeneratedText) -> TextResult:
-    text = tokenizer.decode(generated.token_ids)
-    outcome = "length" if generated.finish_reason == "length" else validate(case, text)
-    return TextResult(case.group, case.name, outcome, text)
+def grammar_of(case: GrammarCase) -> GrammarSpec:
+    return GrammarSpec("json_schema", json.dumps(case.schema))
 
 
-def pick(cases: Sequence[GrammarCase], count: int) -> list[int]:
-    """Indices of up to `count` cases, evenly over those that name properties: there a model has something to write."""
-    named = [
-        index for index, case in enumerate(cases) if isinstance(case.schema, dict) and case.schema.get("properties")
-    ]
+def pick(cases: Sequence[GrammarCase], count: int) -> list[GrammarCase]:
+    """Up to `count` cases, evenly over those that name properties: there a model has something to write."""
+    named = [case for case in cases if isinstance(case.schema, dict) and case.schema.get("properties")]
     count = min(count, len(named))
     return [named[index * len(named) // count] for index in range(count)]
 
 
-def judge_all(
-    cases: Sequence[GrammarCase], progress: Callable[[int], None]
-) -> tuple[list[CaseResult], list[CompiledGrammar | None]]:
-    """Every case's result and grammar, by the default model's vocabulary."""
+def judge_all(cases: Sequence[GrammarCase]) -> list[CaseResult]:
+    """Every case's result, by the default model's vocabulary."""
     source = resolve_source(DEFAULT_MODEL)
     model, tokenizer = load_model_config(source), load_tokenizer(source)
     compiler = GrammarCompiler(tokenizer, model.vocab_size, model.eos_token_ids)
     tokens = ModelTokens(tokenizer, model.vocab_size, model.eos_token_ids)
-    results, grammars = [], []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     try:
         compiler.prepare()
-        for case in cases:
-            result, grammar = judge(case, compiler, tokens)
-            results.append(result)
-            grammars.append(grammar)
-            progress(len(results))
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            return [judge(case, compiler, tokens) for case in bar.track(cases, description="judging documents")]
     finally:
         compiler.close()
-    return results, grammars
 
 
 def print_cases(console: Console, results: Sequence[CaseResult]) -> None:
@@ -248,20 +234,10 @@ def run_command(args: argparse.Namespace) -> int:
     num_texts, max_tokens = args.generations, args.max_tokens
     if args.quick:
         cases, num_texts, max_tokens = cases[:QUICK_CASES], min(num_texts, QUICK_TEXTS), QUICK_TOKENS
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        judging = bar.add_task("judging documents", total=len(cases))
-        results, grammars = judge_all(cases, lambda done: bar.update(judging, completed=done))
-        usable = [(case, grammar) for case, grammar in zip(cases, grammars, strict=True) if grammar is not None]
-        picked = [usable[index] for index in pick([case for case, _ in usable], num_texts)]
-        writing = bar.add_task("writing texts", total=len(picked))
-        texts, machine = write_texts(
-            [case for case, _ in picked],
-            [grammar for _, grammar in picked],
-            max_tokens=max_tokens,
-            temperature=args.temperature,
-            progress=lambda done: bar.update(writing, completed=done),
-        )
+    results = judge_all(cases)
+    usable = [case for case, result in zip(cases, results, strict=True) if not result.refused]
+    picked = pick(usable, num_texts)
+    texts, machine = write_texts(picked, max_tokens=max_tokens, temperature=args.temperature)
     console = Console()
     print_cases(console, results)
     print_texts(console, texts, machine)

@@ -5,8 +5,9 @@ of its own, with the server under load.
         [--bind false true] [--busy] [--streams 8] [--repeats 3] [--quick]
 
 Each policy is a server of its own (`pageframe serve --threads N`, GOMP_SPINCOUNT and OMP_PROC_BIND in its environment);
-all get the same closed loop from the same client, in turns, while the others stand still. The engine's threads, the HTTP process and the
-client share the machine's cores. With --busy one more process uses a core all the time. The table has medians.
+all get the same closed loop from the same client, in turns, while the others stand still. The engine's threads, the
+HTTP process and the client share the machine's cores. With --busy one more process uses a core all the time. The table
+has medians.
 """
 
 from __future__ import annotations
@@ -106,9 +107,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--spins", type=count, nargs="+", default=[1_000, 10_000, 100_000], help="GOMP_SPINCOUNTs to try"
     )
-    parser.add_argument(
-        "--bind", choices=("false", "true"), nargs="+", default=["false"], help="OMP_PROC_BINDs to try"
-    )
+    parser.add_argument("--bind", choices=("false", "true"), nargs="+", default=["false"], help="OMP_PROC_BINDs to try")
     parser.add_argument("--streams", type=count, default=8, help="requests at once (default: 8)")
     parser.add_argument("--repeats", type=count, default=3, help="runs of each (default: 3)")
     parser.add_argument("--busy", action="store_true", help="one more process uses a core all the time")

@@ -38,7 +38,11 @@ def varlen(layer: Layer) -> Works:
     for step, query in zip(layer.steps, layer.queries, strict=True):
         tables = layer.tables[int(step.rows[0]) : int(step.rows[-1]) + 1].contiguous()
         lengths = (_to(layer, step.query_start), None, _longest(step), int(step.context_lens.max()))
-        options = {"seqused_k": _to(layer, step.context_lens), "block_table": tables, **_causal(query, keys.shape[2])}
+        options = {
+            "seqused_k": _to(layer, step.context_lens),
+            "block_table": tables,
+            **_causal(attend, query, keys.shape[2]),
+        }
         works.append(partial(attend, query, keys, values, *lengths, **options))
     return works
 
@@ -51,7 +55,7 @@ def varlen_contiguous(layer: Layer) -> Works:
         keys, values = (tensor.contiguous() for tensor in layer.gathered(index))
         starts = _to(layer, step.query_start), _to(layer, _starts(step.context_lens))
         longest = _longest(step), int(step.context_lens.max())
-        works.append(partial(attend, query, keys, values, *starts, *longest, **_causal(query, keys.shape[1])))
+        works.append(partial(attend, query, keys, values, *starts, *longest, **_causal(attend, query, keys.shape[1])))
     return works
 
 
@@ -59,10 +63,13 @@ def _varlen_attn() -> Any:
     return importlib.import_module("torch.nn.attention.varlen").varlen_attn
 
 
-def _causal(query: torch.Tensor, num_kv_heads: int) -> dict[str, Any]:
-    """Options of varlen_attn; an older one knows none for groups of heads."""
-    groups = {"enable_gqa": True} if query.shape[1] != num_kv_heads else {}
-    return {"window_size": (-1, 0), **groups}
+def _causal(attend: Any, query: torch.Tensor, num_kv_heads: int) -> dict[str, Any]:
+    """varlen_attn's options, as far as this torch's has them: an older one takes groups of heads without a word."""
+    known = inspect.signature(attend).parameters
+    options = {"window_size": (-1, 0), "is_causal": True, "enable_gqa": query.shape[1] != num_kv_heads}
+    if "window_size" in known:
+        del options["is_causal"]
+    return {name: value for name, value in options.items() if name in known}
 
 
 def sdpa(layer: Layer) -> Works:

@@ -89,9 +89,7 @@ DEFAULTS = Settings()
 
 
 @triton.jit
-def draw_from_row(
-    row_ptr, vocab_size, best, temperature, key, last, seed, output_index, TILE: tl.constexpr
-):  # fmt: skip
+def draw_from_row(row_ptr, vocab_size, best, temperature, key, last, seed, output_index, TILE: tl.constexpr):
     """The id of the kept token with the largest score. Reads the row once."""
     score = tl.full([], float("-inf"), tl.float64)
     winner = tl.full([], NO_ID, tl.int32)
@@ -163,9 +161,8 @@ def draw_kernel(
             if ((top_k > 0) & (top_k < vocab_size)) | (top_p < 1.0):
                 lanes = load_lanes(lanes_ptr + row * num_parts * LANES, num_parts, LANES, PARTS)
                 key, last, held = filter_row(
-                    row_ptr, vocab_size, best, lanes, num_parts * LANES, temperature, key, top_k, top_p, logits_out,
-                    ids_out,
-                    TILE, CAPACITY,
+                    row_ptr, vocab_size, best, lanes, num_parts * LANES, temperature, key, top_k, top_p,
+                    logits_out, ids_out, TILE, CAPACITY,
                 )  # fmt: skip
             near = key_below(best, load_float64(draw_ptr + REACH))
             last = tl.where(near > key, vocab_size - 1, last)
@@ -221,24 +218,13 @@ def logprobs_kernel(
         floor = order_key(tl.full([], float("-inf"), tl.float32))
         lanes = load_lanes(lanes_ptr + row * num_parts * LANES, num_parts, LANES, PARTS)
         key, last, held = filter_row(
-            row_ptr,
-            vocab_size,
-            best,
-            lanes,
-            num_parts * LANES,
-            one,
-            floor,
-            num_top,
-            one,
-            logits_out,
-            ids_out,
-            TILE,
-            CAPACITY,
-        )
+            row_ptr, vocab_size, best, lanes, num_parts * LANES, one, floor, num_top, one,
+            logits_out, ids_out, TILE, CAPACITY,
+        )  # fmt: skip
         if held < 0:
             held, _amount = gather_row(
-                row_ptr, vocab_size, best, one, 0, key, last, key, order_key(best) + 1, logits_out, ids_out,
-                TILE, CAPACITY,
+                row_ptr, vocab_size, best, one, 0, key, last, key, order_key(best) + 1,
+                logits_out, ids_out, TILE, CAPACITY,
             )  # fmt: skip
         logits, ids = load_buffer(logits_out, ids_out, held, CAPACITY)
         kept = is_kept(order_key(logits), ids, key, last)

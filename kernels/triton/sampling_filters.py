@@ -138,17 +138,25 @@ def load_buffer(logits_ptr, ids_ptr, count, CAPACITY: tl.constexpr):
 
 @triton.jit
 def measure_row(row_ptr, vocab_size, best, temperature, weighted, key, last, pivot, TILE: tl.constexpr):
-    """How many kept tokens have a key of at least `pivot`, and their amount. Reads the row once."""
+    """Of the kept tokens with a key of at least `pivot`: how many there are, their amount, and their smallest key.
+
+    And the largest key of the others. Reads the row once.
+    """
     counts = tl.zeros([TILE], tl.int32)
     amounts = tl.zeros([TILE], tl.int64)
+    smallest = tl.full([TILE], 2**31 - 1, tl.int32)
+    largest = tl.full([TILE], -(2**31), tl.int32)
     for start in range(0, vocab_size, TILE):
         ids = start + tl.arange(0, TILE)
         logits = load_logits(row_ptr, ids, vocab_size)
         keys = order_key(logits)
-        reached = is_kept(keys, ids, key, last) & (keys >= pivot)
+        kept = is_kept(keys, ids, key, last)
+        reached = kept & (keys >= pivot)
         counts += reached.to(tl.int32)
         amounts += tl.where(reached, token_amounts(logits, best, temperature, weighted, TILE), 0)
-    return tl.sum(counts, axis=0), tl.sum(amounts, axis=0)
+        smallest = tl.where(reached, tl.minimum(smallest, keys), smallest)
+        largest = tl.where(kept & (keys < pivot), tl.maximum(largest, keys), largest)
+    return tl.sum(counts, axis=0), tl.sum(amounts, axis=0), tl.min(smallest, axis=0), tl.max(largest, axis=0)
 
 
 @triton.jit
@@ -170,7 +178,7 @@ def narrow_row(
 ):  # fmt: skip
     """Keys [low, high) in which the cut lies, of at most CAPACITY tokens or of one key, by a reading a step.
 
-    Returns low, high, how many kept tokens are inside, the amount of those above, and the amount to be reached.
+    Returns low, high, the amount of the kept tokens above, and the amount to be reached.
     """
     low = key
     high = order_key(best) + 1
@@ -184,7 +192,9 @@ def narrow_row(
         pivot = low
         if step > 0:
             pivot = between(low, high, step)
-        reached, amount = measure_row(row_ptr, vocab_size, best, temperature, weighted, key, last, pivot, TILE)
+        reached, amount, smallest, largest = measure_row(
+            row_ptr, vocab_size, best, temperature, weighted, key, last, pivot, TILE
+        )
         if step == 0:
             count = reached
             target = tl.minimum(top_k, amount)
@@ -195,10 +205,10 @@ def narrow_row(
         count = tl.where(enough, inside, count - inside)
         count_above = tl.where(enough, count_above, reached)
         amount_above = tl.where(enough, amount_above, amount)
-        low = tl.where(enough, pivot, low)
-        high = tl.where(enough, high, pivot)
+        low = tl.where(enough, smallest, low)
+        high = tl.where(enough, high, largest + 1)
         step += 1
-    return low, high, count, amount_above, target
+    return low, high, amount_above, target
 
 
 @triton.jit
@@ -289,10 +299,10 @@ def filter_row(
                 target = mass_target(top_p, tl.where(has_top_k, held_amount, row_amount))
             if (held < 0) | (held_amount < target):
                 held = -1
-                low, high, count, above, target = narrow_row(
+                low, high, above, target = narrow_row(
                     row_ptr, vocab_size, best, temperature, weighted, key, last, top_k, top_p, TILE, CAPACITY
                 )
-                gather_row(
+                count, _amount = gather_row(
                     row_ptr, vocab_size, best, temperature, 0, key, last, low, high, logits_ptr, ids_ptr,
                     TILE, CAPACITY,
                 )  # fmt: skip

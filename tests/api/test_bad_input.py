@@ -17,6 +17,15 @@ USER = [{"role": "user", "content": "hi"}]
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 IMAGE = {"type": "image_url", "image_url": {"url": "http://x/y.png"}}
 
+
+def schema_format(**fields: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "a", **fields}}}
+
+
+SCHEMA_WITHOUT = schema_format(strict=True)
+SCHEMA_WRONG_STRICT = schema_format(schema={}, strict=1)
+SCHEMA_UNKNOWN = schema_format(schema={}, mode="x")
+
 # Fields, the field the error names, and what the message must say: value and limit.
 GENERATION_RULES: list[tuple[dict[str, Any], str, list[str]]] = [
     ({"temperature": -0.1}, "temperature", ["-0.1", "0 to 10"]),
@@ -60,16 +69,58 @@ GENERATION_RULES: list[tuple[dict[str, Any], str, list[str]]] = [
     ({"request_id": "a b"}, "request_id", ['"a b"', "1 to 128"]),
     ({"request_id": "x" * 129}, "request_id", ["129 characters", "1 to 128"]),
     ({"unheard_of": 1}, "unheard_of", ["unheard_of", "not a known field"]),
-    ({"presence_penalty": 0.5}, "presence_penalty", ["0.5", "not supported"]),
-    ({"frequency_penalty": -2}, "frequency_penalty", ["-2", "not supported"]),
-    ({"repetition_penalty": 1.1}, "repetition_penalty", ["1.1", "not supported"]),
-    ({"logit_bias": {"5": 1}}, "logit_bias", ["an object", "not supported", "null or {}"]),
-    ({"bad_words": ["a"]}, "bad_words", ["not supported"]),
-    ({"allowed_token_ids": [1]}, "allowed_token_ids", ["not supported"]),
-    ({"prompt_logprobs": 1}, "prompt_logprobs", ["1", "not supported", "null"]),
-    ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens", ["5", "not supported"]),
-    ({"response_format": {"type": "json_object"}}, "response_format", ["not supported"]),
-    ({"structured_outputs": {"regex": "a"}}, "structured_outputs", ["not supported"]),
+    ({"presence_penalty": 2.1}, "presence_penalty", ["2.1", "-2 to 2"]),
+    ({"presence_penalty": "1"}, "presence_penalty", ['"1"', "number"]),
+    ({"frequency_penalty": -2.1}, "frequency_penalty", ["-2.1", "-2 to 2"]),
+    ({"frequency_penalty": True}, "frequency_penalty", ["true", "number"]),
+    ({"repetition_penalty": 0}, "repetition_penalty", ["0", "above 0", "at most 10"]),
+    ({"repetition_penalty": 10.5}, "repetition_penalty", ["10.5", "at most 10"]),
+    ({"logit_bias": [1]}, "logit_bias", ["a list of 1", "an object"]),
+    ({"logit_bias": {"5": 100.5}}, "logit_bias", ["logit_bias[5]", "100.5", "-100 to 100"]),
+    ({"logit_bias": {"5": -(10**400)}}, "logit_bias", ["400 digits", "-100 to 100"]),
+    ({"logit_bias": {"5": True}}, "logit_bias", ["true", "a number"]),
+    ({"logit_bias": {"a": 1}}, "logit_bias", ['"a"', "a token id"]),
+    ({"logit_bias": {"05": 1}}, "logit_bias", ['"05"', "a token id"]),
+    ({"logit_bias": {"-1": 1}}, "logit_bias", ["-1", "at least 0"]),
+    ({"logit_bias": {str(VOCAB_SIZE): 1}}, "logit_bias", [str(VOCAB_SIZE), "below"]),
+    ({"logit_bias": {str(2**31): 1}}, "logit_bias", [str(2**31), "below"]),
+    ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", ["1025", "at most 1024"]),
+    ({"bad_words": "a"}, "bad_words", ['"a"', "a list of strings"]),
+    ({"bad_words": ["a", 1]}, "bad_words", ["a list of 2", "a list of strings"]),
+    ({"bad_words": [""]}, "bad_words", ["0 characters", "1 to 200"]),
+    ({"bad_words": ["x" * 201]}, "bad_words", ["201 characters", "1 to 200"]),
+    ({"bad_words": ["a"] * 513}, "bad_words", ["513", "at most 512"]),
+    ({"allowed_token_ids": 5}, "allowed_token_ids", ["5", "a list of token ids"]),
+    ({"allowed_token_ids": [1, "2"]}, "allowed_token_ids", ["allowed_token_ids[1]", '"2"', "an integer"]),
+    ({"allowed_token_ids": [-1]}, "allowed_token_ids", ["-1", "at least 0"]),
+    ({"allowed_token_ids": [VOCAB_SIZE]}, "allowed_token_ids", [str(VOCAB_SIZE), "below"]),
+    ({"prompt_logprobs": 21}, "prompt_logprobs", ["21", "at most 20"]),
+    ({"prompt_logprobs": -1}, "prompt_logprobs", ["-1", "at least 0"]),
+    ({"prompt_logprobs": True}, "prompt_logprobs", ["true", "an integer"]),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", ["0", "at least 1", "-1"]),
+    ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", ["-2", "at least 1"]),
+    ({"truncate_prompt_tokens": 5.0}, "truncate_prompt_tokens", ["5.0", "an integer"]),
+    ({"truncate_prompt_tokens": 65}, "truncate_prompt_tokens", ["65", "max_model_len (64)"]),
+    ({"response_format": "json"}, "response_format", ['"json"', "an object"]),
+    ({"response_format": {}}, "response_format.type", ["null", "text, json_object, json_schema"]),
+    ({"response_format": {"type": "xml"}}, "response_format.type", ['"xml"', "json_schema"]),
+    ({"response_format": {"type": "text", "x": 1}}, "response_format.x", ["not a known field"]),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", ["null", "an object"]),
+    (SCHEMA_WITHOUT, "response_format.json_schema.schema", ["null", "an object"]),
+    (SCHEMA_WRONG_STRICT, "response_format.json_schema.strict", ["1", "true or false"]),
+    (SCHEMA_UNKNOWN, "response_format.json_schema.mode", ["not a known field"]),
+    ({"structured_outputs": "a"}, "structured_outputs", ['"a"', "json, regex, choice, grammar"]),
+    ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs", ["regex and json", "only one"]),
+    ({"structured_outputs": {"xml": "a"}}, "structured_outputs.xml", ["not a known field"]),
+    ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex", ["5", "a string"]),
+    ({"structured_outputs": {"json": True}}, "structured_outputs.json", ["true", "an object or its text"]),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", ["a list of 0", "at least one"]),
+    ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice", ["none of them empty"]),
+    (
+        {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+        "structured_outputs",
+        ["both ask", "one of them"],
+    ),
     ({"n": 0}, "n", ["0", "at least 1"]),
     ({"n": -1}, "n", ["-1", "at least 1"]),
     ({"n": 129}, "n", ["129", "at most 128"]),
@@ -85,7 +136,10 @@ GENERATION_RULES: list[tuple[dict[str, Any], str, list[str]]] = [
     ({"cache_salt": 5}, "cache_salt", ["5", "a string"]),
     ({"cache_salt": ["x"]}, "cache_salt", ["a list of 1", "a string"]),
     ({"cache_salt": "x" * 257}, "cache_salt", ["257 characters", "at most 256"]),
-    ({"timeout_seconds": 5}, "timeout_seconds", ["5", "not supported"]),
+    ({"timeout_seconds": 0}, "timeout_seconds", ["0", "above 0", "at most 3600"]),
+    ({"timeout_seconds": 3600.5}, "timeout_seconds", ["3600.5", "at most 3600"]),
+    ({"timeout_seconds": "5"}, "timeout_seconds", ['"5"', "a number"]),
+    ({"timeout_seconds": False}, "timeout_seconds", ["false", "a number"]),
 ]
 
 CHAT_RULES: list[tuple[dict[str, Any], str, list[str]]] = [
@@ -111,8 +165,11 @@ CHAT_RULES: list[tuple[dict[str, Any], str, list[str]]] = [
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", ["21", "at most 20"]),
     ({"logprobs": True, "top_logprobs": -1}, "top_logprobs", ["-1", "at least 0"]),
     ({"top_logprobs": 2}, "top_logprobs", ["2", "logprobs is not true"]),
-    ({"tools": [{"type": "function"}]}, "tools", ["not supported"]),
-    ({"tool_choice": "required"}, "tool_choice", ['"required"', "not supported"]),
+    ({"tools": [{"type": "function"}]}, "tools[0].function", ["null", "an object"]),
+    ({"tools": "f"}, "tools", ['"f"', "a list"]),
+    ({"tool_choice": "required"}, "tool_choice", ["tool_choice", "tools has no tool"]),
+    ({"tool_choice": "any"}, "tool_choice", ['"any"', '"required"']),
+    ({"parallel_tool_calls": 1}, "parallel_tool_calls", ["1", "true or false"]),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", ["'messages'"]),
     ({"chat_template_kwargs": 1}, "chat_template_kwargs", ["1", "an object"]),
     ({"continue_final_message": True}, "continue_final_message", ["'user'", "'assistant'"]),
@@ -126,8 +183,13 @@ COMPLETION_RULES: list[tuple[dict[str, Any], str, list[str]]] = [
     ({"prompt": []}, "prompt", ["empty", "at least 1"]),
     ({"prompt": [""]}, "prompt", ["empty", "at least 1"]),
     ({"prompt": [[]]}, "prompt", ["empty", "at least 1"]),
-    ({"prompt": ["a", "b"]}, "prompt", ["2 prompts", "only 1"]),
-    ({"prompt": [[1], [2]]}, "prompt", ["2 prompts", "only 1"]),
+    ({"prompt": ["a", ""]}, "prompt[1]", ["prompt[1] is empty"]),
+    ({"prompt": ["a", 5]}, "prompt[1]", ["prompt[1] is 5", "a string or a list of token ids"]),
+    ({"prompt": [[1], [2, True]]}, "prompt[1]", ["prompt[1][1]", "true", "an integer"]),
+    ({"prompt": ["a"] * 129}, "prompt", ["129 prompts", "at most 128"]),
+    ({"prompt": ["a"] * 65, "n": 2}, "n", ["2", "65 prompts", "130 choices", "at most 128"]),
+    ({"prompt": [[1], [VOCAB_SIZE]]}, "prompt[1]", ["prompt[1]", str(VOCAB_SIZE), "below"]),
+    ({"prompt": ["a", "x" * MAX_MODEL_LEN]}, "prompt[1]", ["prompt[1]", f"{MAX_MODEL_LEN + 1} tokens"]),
     ({"prompt": {"text": "a"}}, "prompt", ["an object", "a string"]),
     ({"prompt": [1, True]}, "prompt", ["prompt[1]", "true", "an integer"]),
     ({"prompt": [1.0]}, "prompt", ["1.0", "an integer"]),
@@ -137,7 +199,7 @@ COMPLETION_RULES: list[tuple[dict[str, Any], str, list[str]]] = [
     ({"prompt": [1] * 60, "max_tokens": 5}, "max_tokens", ["5", "60", "64", "4"]),
     ({"logprobs": 21}, "logprobs", ["21", "at most 20"]),
     ({"logprobs": True}, "logprobs", ["true", "an integer"]),
-    ({"echo": True}, "echo", ["true", "not supported"]),
+    ({"echo": 1}, "echo", ["1", "true or false"]),
     ({"suffix": "x"}, "suffix", ['"x"', "not supported"]),
     ({"best_of": 2}, "best_of", ["2", "not supported"]),
     ({"messages": USER}, "messages", ["not a known field"]),
@@ -339,16 +401,16 @@ SEEDS = [
 ]
 
 
-def _replace_something(rng: random.Random, value: Any) -> Any:
+def replace_something(rng: random.Random, value: Any) -> Any:
     """A copy with one part, at any depth, replaced by junk, or a key renamed."""
     if isinstance(value, dict) and value and rng.random() < 0.8:
         key = rng.choice(list(value))
         if rng.random() < 0.1:
             return {**value, rng.choice(["", "\x00", "self", "x" * 1000]): value[key]}
-        return {**value, key: _replace_something(rng, value[key])}
+        return {**value, key: replace_something(rng, value[key])}
     if isinstance(value, list) and value and rng.random() < 0.8:
         place = rng.randrange(len(value))
-        return [*value[:place], _replace_something(rng, value[place]), *value[place + 1 :]]
+        return [*value[:place], replace_something(rng, value[place]), *value[place + 1 :]]
     return rng.choice(JUNK)
 
 
@@ -369,7 +431,7 @@ def test_500_malformed_bodies_are_the_clients_fault_and_the_server_lives(server:
     statuses = {200: 0, 400: 0, 404: 0}
     headers = {"content-type": "application/json"}
     for number in range(500):
-        content = _replace_something(rng, rng.choice(SEEDS))
+        content = replace_something(rng, rng.choice(SEEDS))
         body = json.dumps(content).encode()
         if number % 2:
             body = _damage(rng, body)

@@ -6,9 +6,8 @@ import asyncio
 import fcntl
 import io
 import json
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,86 +16,16 @@ from rich.console import Console
 
 from pageframe.api import batch_command, batch_lines
 from pageframe.api.batch_command import Batch, progress_bar
-from pageframe.api.batch_lines import BadLine, BatchRequest, read_requests, scan_requests
-from pageframe.api.batch_results import ResultFile, ResultFileError, open_results
+from pageframe.api.batch_lines import BadLine, BatchRequest, Scan, read_requests, scan_requests
+from pageframe.api.batch_results import ResultFile, ResultFileError
 from pageframe.api.batch_run import BatchCounts
 from pageframe.api.cli import main
 from pageframe.api.config import MAX_MAX_QUEUE, ServerConfig
-from pageframe.api.metrics import Metrics
-from pageframe.api.service import Service
 from pageframe.runtime.errors import ConfigError, EngineDeadError
 
+from .batch_runs import CHAT, COMPLETION, Run, line, to_bytes
 from .conftest import RunningServer
-from .fakes import WAIT_SECONDS, ByteTokenizer, FakeEngine, PlainTemplate, outputs_of, reply
-
-CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
-
-
-def line(custom_id: Any, url: str = COMPLETION, **body: Any) -> dict[str, Any]:
-    messages = {"messages": [{"role": "user", "content": "hi"}]}
-    content = {**({"prompt": "hi"} if url == COMPLETION else messages), **body}
-    return {"custom_id": custom_id, "method": "POST", "url": url, "body": content}
-
-
-def to_bytes(lines: list[Any]) -> bytes:
-    return b"".join((item if isinstance(item, bytes) else json.dumps(item).encode()) + b"\n" for item in lines)
-
-
-class Run:
-    """A batch in a folder and an engine for it; each `run` is one of the command's, without its engine process."""
-
-    def __init__(self, folder: Path, lines: list[Any], engine: FakeEngine | None = None) -> None:
-        self.input, self.output = folder / "requests.jsonl", folder / "results.jsonl"
-        self.input.write_bytes(to_bytes(lines))
-        self.engine = engine or FakeEngine()
-        self.results_file: Callable[[Path, set[str]], AbstractContextManager[ResultFile]] = open_results
-        self.batch: Batch | None = None
-
-    def service(self) -> Service:
-        metrics = Metrics("tiny", self.engine.resolved, lambda: self.engine.stats)
-        return Service(self.engine, ByteTokenizer(), PlainTemplate(), "tiny", {}, metrics)  # type: ignore[arg-type]
-
-    def run(self, concurrency: int | None = None) -> BatchCounts:
-        num_lines, custom_ids = scan_requests(self.input)
-        config = ServerConfig(max_queue=MAX_MAX_QUEUE)
-        with self.input.open("rb") as file, self.results_file(self.output, custom_ids) as results:
-            lines = (item for item in read_requests(file) if not results.has(item))
-            self.batch = batch = Batch(lines, results, num_lines, concurrency)
-
-            async def work() -> None:
-                self.loop = asyncio.get_running_loop()
-                self.task = asyncio.current_task()
-                await batch.answer(self.service(), config)
-
-            asyncio.run(work())
-        return batch.counts
-
-    def start(self, concurrency: int | None = None) -> None:
-        """`run`, in a thread."""
-        self.failure: BaseException | None = None
-
-        def work() -> None:
-            try:
-                self.run(concurrency)
-            except BaseException as error:
-                self.failure = error
-
-        self.thread = threading.Thread(target=work)
-        self.thread.start()
-
-    def stop(self) -> None:
-        """As SIGTERM does; returns when it has ended."""
-        assert self.task is not None
-        self.loop.call_soon_threadsafe(self.task.cancel)
-        self.join()
-
-    def join(self) -> None:
-        self.thread.join(WAIT_SECONDS)
-        assert not self.thread.is_alive()
-
-    def results(self) -> list[dict[str, Any]]:
-        return [json.loads(text) for text in self.output.read_text().splitlines()]
-
+from .fakes import FakeEngine, outputs_of, reply
 
 # ---- lines in and out -----------------------------------------------------------------------------------------------
 
@@ -167,6 +96,16 @@ def test_a_line_that_is_no_request_gets_an_error_and_no_second_one(
     assert len(batch.engine.added) == 2
 
 
+def test_a_line_that_is_put_right_is_answered(tmp_path: Path) -> None:
+    batch = Run(tmp_path, [line("a"), b"bad"])
+    batch.run()
+    batch.input.write_bytes(to_bytes([line("a"), line("b")]))
+    assert batch.run().answered == 1
+    assert batch.batch is not None
+    assert batch.batch.num_open == 1
+    assert [result["custom_id"] for result in batch.results()].count("b") == 1
+
+
 def test_what_is_wrong_with_a_body_its_route_says(tmp_path: Path) -> None:
     raw = b'{"custom_id": "%d", "method": "POST", "url": "/v1/completions", "body": %s}'
     texts = [b'{"prompt": "a", "stream": 1}', b'{"prompt": 1}', b'  {"prompt" : "a"}  ', b'{"stream": false}']
@@ -181,7 +120,7 @@ def test_empty_lines_are_passed_over_and_the_last_needs_no_end(tmp_path: Path) -
     with batch.input.open("ab") as file:
         file.write(json.dumps(line("b")).encode())
     assert batch.run().answered == 2
-    assert scan_requests(batch.input) == (2, {"a", "b"})
+    assert scan_requests(batch.input) == Scan({"a", "b"}, set())
 
 
 def test_a_line_beyond_all_bounds_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,6 +95,24 @@ def test_the_tables_columns_stand_below_their_heads() -> None:
     assert lines[1][head.index("share") :].split()[0] == "50%"
 
 
+def test_without_matplotlib_the_table_says_so_and_the_figures_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    paths = ["--json", str(tmp_path / "gpu.json"), "--plot", str(tmp_path / "gpu.png")]
+    figures, plot = gpu.save([Row("machine", "copy", "4 TB/s")], gpu.read_arguments(paths))
+    assert figures.verdict == ""
+    assert "matplotlib is not installed" in plot.note
+    assert json.loads((tmp_path / "gpu.json").read_text())["rows"][0]["value"] == "4 TB/s"
+
+
+def test_a_file_that_cannot_be_written_is_said_and_loses_no_table(tmp_path: Path) -> None:
+    paths = ["--json", str(tmp_path / "none" / "gpu.json"), "--plot", str(tmp_path / "none" / "gpu.png")]
+    rows = gpu.save([Row("machine", "copy")], gpu.read_arguments(paths))
+    assert [row.verdict for row in rows] == [FAILED, FAILED]
+    assert all("none" in row.note for row in rows)
+
+
 def test_all_parts_fit_the_time() -> None:
     """Under eight minutes, and no part so long that it alone would leave the others nothing."""
     unasked = [part for part in gpu.PARTS if part.unasked]

@@ -3,30 +3,16 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer as Inner
-from tokenizers import decoders, models
 
 from pageframe.benchmarks.experiments import grammar_coverage
 from pageframe.benchmarks.experiments.grammar_cases import GrammarCase, in_schema_order, read_cases
-from pageframe.benchmarks.experiments.grammar_generation import generate
 from pageframe.benchmarks.experiments.report import InputError
-from pageframe.runtime.config import EngineConfig
-from pageframe.runtime.engine_builder import build_engine
-from pageframe.runtime.errors import EngineError
-from pageframe.runtime.grammar import GrammarSpec
-from pageframe.runtime.grammar_compiler import GrammarCompiler
-from pageframe.runtime.journal import PreemptEvent
-from pageframe.runtime.models.source import ModelSource
-from pageframe.runtime.tokenizer import Tokenizer, load_tokenizer
-
-from .tiny_models import save_tiny_model
 
 STORE_LINE = {
     "name": "switch",
@@ -129,67 +115,9 @@ def test_texts_are_validated_by_their_own_draft() -> None:
 
 def test_cases_are_picked_evenly() -> None:
     cases = [GrammarCase("g", str(i), "", {"properties": {"a": {}}} if i % 2 else {}, (), ()) for i in range(20)]
-    assert grammar_coverage.pick(cases, 3) == [1, 7, 13]
-    assert grammar_coverage.pick(cases, 100) == list(range(1, 20, 2))
+    assert [case.name for case in grammar_coverage.pick(cases, 3)] == ["1", "7", "13"]
+    assert grammar_coverage.pick(cases, 100) == cases[1::2]
     assert grammar_coverage.pick(cases, 0) == []
-
-
-# --- an engine under grammars ---
-
-
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def letters(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """A token for each of some characters; ids 1 and 2 are special, as the tiny model has them."""
-    inner = Inner(models.BPE({token: index for index, token in enumerate(["<u>", "<s>", "</s>", *"abcdefgh"])}, []))
-    inner.decoder = decoders.Fuse()
-    inner.add_special_tokens(["<s>", "</s>"])
-    folder = tmp_path_factory.mktemp("letters")
-    inner.save(str(folder / "tokenizer.json"))
-    return load_tokenizer(ModelSource("folder", folder, "letters"))
-
-
-@pytest.fixture(scope="module")
-def compiler(letters: Tokenizer) -> Iterator[GrammarCompiler]:
-    compiler = GrammarCompiler(letters, 64, [2])
-    yield compiler
-    compiler.close()
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_random_models_texts_follow_their_grammars(
-    tiny_model: Path, letters: Tokenizer, compiler: GrammarCompiler, temperature: float
-) -> None:
-    """In a pool that they do not all fit into, so that some are preempted on the way."""
-    engine = build_engine(
-        EngineConfig(model=str(tiny_model), dtype="float32", max_num_requests=5, block_size=4, num_blocks=8)
-    )
-    patterns = ["[ab]{3,5}", "(abc|de|fg)+", "h?(ab)*c", "hhh"] * 3
-    grammars = [compiler.compile(GrammarSpec("regex", pattern)) for pattern in patterns]
-    done: list[int] = []
-    texts = generate(engine, [[3, 4]] * 12, grammars, max_tokens=12, temperature=temperature, progress=done.append)
-    for pattern, text in zip(patterns, texts, strict=True):
-        assert text.finish_reason in ("stop", "length")
-        whole = re.fullmatch(pattern, letters.decode(text.token_ids)) is not None
-        assert whole if text.finish_reason == "stop" else len(text.token_ids) == 12
-    assert done == list(range(1, 13))
-    assert sum(text.finish_reason == "stop" for text in texts) >= 6
-    assert all(letters.decode(text.token_ids) == "hhh" for text in texts[3::4])
-    assert any(isinstance(event, PreemptEvent) for event in engine.journal)
-
-
-def test_a_token_that_does_not_follow_is_noticed(
-    tiny_model: Path, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = build_engine(EngineConfig(model=str(tiny_model), dtype="float32", num_blocks=8))
-    monkeypatch.setattr("torch.where", lambda condition, values, others: values)
-    grammar = compiler.compile(GrammarSpec("regex", "h"))
-    with pytest.raises(EngineError, match="does not follow the grammar"):
-        generate(engine, [[3]], [grammar], max_tokens=4, temperature=0)
 
 
 # --- the command ---

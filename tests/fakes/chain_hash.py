@@ -21,7 +21,7 @@ import numpy.typing as npt
 from pageframe.runtime.batch import Batch
 from pageframe.runtime.block_copy import CopyKind
 from pageframe.runtime.request import GREEDY_BELOW, SamplingParams, TokenLogprobs
-from pageframe.runtime.step_plan import SamplingBatch, StepResult
+from pageframe.runtime.step_plan import SamplingBatch, ScoredTokens, StepResult
 
 #: Large, so that a wrong hash gives a right token about never.
 VOCAB_SIZE = 2**31 - 1
@@ -124,7 +124,7 @@ class ChainHashModel:
     # ---- Runner ---------------------------------------------------------------------------------------------------
 
     def forward(self, batch: Batch) -> Uint64s:
-        """Write the KV of the batch's tokens; the hash of the whole context, uint64 [n], for each wanted token."""
+        """Write the KV of the batch's tokens; the hash of the context up to it, uint64 [n], for each wanted token."""
         self.num_forwards += 1
         if self.fail_next == "before" or (self.fail_next == "copies" and batch.copies):
             self._fail("before the cache was written")
@@ -164,7 +164,7 @@ class ChainHashModel:
 
     def _read(self, batch: Batch) -> Uint64s:
         requests = batch.query_start.searchsorted(batch.wanted, side="right") - 1
-        lens = batch.context_lens[requests]
+        lens = batch.positions[batch.wanted] + 1
         end = lens.max(initial=0)
         table = self._tables[batch.rows[requests]]
         slots = table[:, self._index[:end]] * self.block_size + self._offset[:end]
@@ -197,6 +197,13 @@ class ChainHashModel:
             if batch.num_logprobs[index] >= 0:
                 logprobs[index] = expected_logprobs(int(tokens[index]), int(batch.num_logprobs[index]))
         return StepResult(tokens, logprobs)
+
+    def score(self, hidden: Uint64s, scored: ScoredTokens) -> dict[int, list[TokenLogprobs]]:
+        assert len(hidden) == len(scored.token_ids) == sum(count for _, count in scored.requests)
+        contexts, token_ids, num_top = hidden.tolist(), scored.token_ids.tolist(), scored.num_top.tolist()
+        found = list(map(expected_score, contexts, token_ids, num_top))
+        ends = np.cumsum([count for _, count in scored.requests]).tolist()
+        return {place: found[end - count : end] for (place, count), end in zip(scored.requests, ends, strict=True)}
 
     # ---- the oracle -----------------------------------------------------------------------------------------------
 
@@ -238,6 +245,14 @@ class ChainHashModel:
             if len(context.token_ids) > max_model_len and slide_by is not None:
                 context = self._context(context.token_ids[slide_by:])
         return Solo(output, "length", -1)
+
+    def solo_scores(self, prompt: Sequence[int], count: int) -> list[TokenLogprobs]:
+        """What `score` gives for a prompt's tokens from the second on, alone."""
+        context, scores = self._context(prompt[:1]), []
+        for token_id in prompt[1:]:
+            scores.append(expected_score(context.seen(self.window), token_id, count))
+            context.append(token_id)
+        return scores
 
     def _context(self, token_ids: Sequence[int]) -> _SoloContext:
         context = _SoloContext(list(self._roots))
@@ -291,6 +306,11 @@ def expected_logprobs(token: int, count: int) -> TokenLogprobs:
     return TokenLogprobs(-float(token), list(range(count)), [-1.0] * count)
 
 
+def expected_score(context: int, token_id: int, count: int) -> TokenLogprobs:
+    """What `score` reports for a token behind a context."""
+    return TokenLogprobs(-float(mix(context ^ token_id)), list(range(count)), [-1.0] * count)
+
+
 def check_batch(batch: Batch) -> None:
     """What every runner may rely on."""
     query_start, positions = batch.query_start.tolist(), batch.positions.tolist()
@@ -308,7 +328,8 @@ def check_batch(batch: Batch) -> None:
     assert len(set(batch.rows.tolist())) == len(batch.rows) == len(counts), "two requests share a row"
     ends = [end - 1 for end in query_start[1:]]
     assert batch.context_lens.tolist() == [positions[end] + 1 for end in ends]
-    assert set(batch.wanted.tolist()) <= set(ends), "a wanted token is not the last of its request"
+    to_draw = batch.wanted[: len(batch.sampling)].tolist()
+    assert set(to_draw) <= set(ends), "a token to draw from is not the last of its request"
     updates = batch.table_updates
     entries = set(zip(updates.rows.tolist(), updates.indices.tolist(), strict=True))
     assert len(entries) == len(updates), "a table entry is updated twice in one step: on a device either may win"

@@ -21,6 +21,7 @@ from pageframe.runtime.journal import (
     FinishEvent,
     ForkEvent,
     FreeEvent,
+    GrammarEvent,
     HitEvent,
     Journal,
     LoseEvent,
@@ -103,6 +104,10 @@ class JournalReplay:
             self.following[event.request_id] = event.leader
         else:
             self.waiting.add(event.request_id)
+
+    def _on_grammar(self, event: GrammarEvent) -> None:
+        """It changes what is drawn, and nothing that is replayed."""
+        assert event.request_id in self._order
 
     def _first_waiting(self) -> str:
         return min(self.waiting, key=self._order.__getitem__)

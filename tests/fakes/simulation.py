@@ -291,11 +291,21 @@ class Simulation:
             assert output.logprobs == [
                 expected_logprobs(token, expected.params.logprobs) for token in output.token_ids
             ], f"{output.request_id} got another's logprobs"
+        self._check_prompt_logprobs(expected, output)
         assert bool(output.finish_reason) == (len(got) == len(solo.token_ids)), "ended too early or too late"
         if output.finish_reason:
             assert (output.finish_reason, output.stop_token_id) == (solo.finish_reason, solo.stop_token_id)
             self.counts[f"ended by {output.finish_reason}"] += 1
             self._end(output.request_id)
+
+    def _check_prompt_logprobs(self, expected: Expected, output: RequestOutput) -> None:
+        """On the first output of the choice that computed the prompt, and never else."""
+        if output.prompt_logprobs:
+            count = expected.params.prompt_logprobs
+            assert count is not None, f"{output.request_id} did not ask for its prompt's logprobs"
+            assert len(expected.token_ids) == len(output.token_ids), "they come with the first token"
+            assert output.prompt_logprobs == self.model.solo_scores(expected.prompt, count)
+            self.counts["scored prompts"] += 1
 
     def _end(self, request_id: str) -> None:
         self.ended[request_id] = self.live.pop(request_id)

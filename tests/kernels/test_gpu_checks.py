@@ -14,7 +14,13 @@ from pageframe.kernels.triton import backend as triton_backend
 from pageframe.kernels.triton.backend import TritonBackend
 
 
-@pytest.mark.parametrize(("name", "limit", "check"), checks_model.MODEL_CHECKS, ids=lambda value: str(value))
+@pytest.mark.parametrize(
+    ("name", "limit", "check"),
+    [
+        pytest.param(*check, id=check[0], marks=[pytest.mark.long] if "padded" in check[0] else [])
+        for check in checks_model.MODEL_CHECKS
+    ],
+)
 def test_what_is_around_attention_passes(
     name: str, limit: float, check: Callable[[torch.device], float], device: torch.device
 ) -> None:

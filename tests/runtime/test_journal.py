@@ -66,7 +66,7 @@ def test_an_event_cannot_be_changed_once_written() -> None:
 def test_each_kind_of_event_has_its_own_name_and_goes_out_as_json() -> None:
     kinds = [kind for kind in vars(journal).values() if isinstance(kind, type) and issubclass(kind, Event)]
     names = [kind.kind for kind in kinds]
-    assert len(set(names)) == len(names) == 22
+    assert len(set(names)) == len(names) == 23
     event = FreeEvent(step=1, time=0.5, request_id="a", row=2, block_ids=(3, 4))
     assert json.loads(json.dumps(dataclasses.asdict(event))) == {
         "step": 1,

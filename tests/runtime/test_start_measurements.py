@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from fakes.engines import tiny_config
 
 from pageframe.runtime import start_measurements
 from pageframe.runtime.start_measurements import measure_mixed_token_budget
-
-from fakes.engines import tiny_config
 
 
 class SlowRunner:

@@ -1,0 +1,94 @@
+"""Logits where they are: rules applied to them, and logprobs of given tokens, without bringing whole rows to the host.
+
+For logits on a GPU; every function works on any device.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pageframe.runtime.request import TokenLogprobs
+from pageframe.runtime.step_plan import SamplingBatch
+
+if TYPE_CHECKING:
+    from pageframe.kernels.triton.sampling_penalties import Penalties
+
+Int64s = npt.NDArray[np.int64]
+
+
+def with_bias_and_masks(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """float32 logits [n, vocab_size] with the batch's bias added and -inf where a mask forbids; the very same tensor
+    where the batch has neither."""
+    biased = [(row, rules) for row, rules in batch.rules if len(rules.bias_ids)]
+    masked = [(row, rules.mask) for row, rules in batch.rules if rules.has_mask]
+    if not biased and not masked:
+        return logits
+    changed = logits.clone()
+    if biased:
+        rows = np.repeat([row for row, _ in biased], [len(rules.bias_ids) for _, rules in biased])
+        places = _to(np.stack((rows, np.concatenate([rules.bias_ids for _, rules in biased]))), logits)
+        changed[places[0], places[1]] += _to(np.concatenate([rules.bias for _, rules in biased]), logits)
+    if masked:
+        masked_rows = _to(np.array([row for row, _ in masked]), logits)
+        # As little-endian bytes, the bits are in the order of the tokens.
+        words = np.stack([mask for _, mask in masked if mask is not None]).astype("<u4", copy=False)
+        bits = _to(words.view(np.uint8), logits)[:, :, None] & _to(1 << np.arange(8, dtype=np.uint8), logits)
+        forbidden = bits.flatten(1)[:, : logits.shape[1]] == 0
+        changed[masked_rows] = changed[masked_rows].masked_fill(forbidden, float("-inf"))
+    return changed
+
+
+def penalties_of(batch: SamplingBatch, device: torch.device) -> Penalties | None:
+    """What `draw_tokens` needs to know of the batch's penalties; None where it has none."""
+    from pageframe.kernels.triton.sampling_penalties import Penalties
+
+    counts = {row: rules.counts for row, rules in batch.rules if rules.counts is not None}
+    if not counts:
+        return None
+    sizes = np.zeros(len(batch) + 1, np.int32)
+    factors = np.zeros((3, len(batch)), np.float32)
+    factors[0] = 1
+    for row, rules in batch.rules:
+        if rules.counts is not None:
+            sizes[row + 1] = len(rules.counts.token_ids)
+            factors[:, row] = rules.repetition, rules.presence, rules.frequency
+    in_order = [counts[row] for row in sorted(counts)]
+    repetition, presence, frequency = torch.from_numpy(factors).to(device)
+    return Penalties(
+        row_start=torch.from_numpy(sizes.cumsum(dtype=np.int32)).to(device),
+        token_ids=torch.from_numpy(np.concatenate([one.token_ids for one in in_order])).to(device),
+        output_counts=torch.from_numpy(np.concatenate([one.output_counts for one in in_order])).to(device),
+        repetition=repetition,
+        presence=presence,
+        frequency=frequency,
+    )
+
+
+def logprobs_of(logits: torch.Tensor, token_ids: Int64s, num_top: npt.NDArray[np.int32]) -> list[TokenLogprobs]:
+    """Logprobs of one given token and of the likeliest `num_top` (0 or more) in each row of logits [n, vocab_size].
+
+    A NaN counts as -inf, +inf as the largest float32; a row with nothing above -inf as all equal. Ties go to the lower
+    id.
+    """
+    clean = logits.nan_to_num(nan=float("-inf"), posinf=torch.finfo(torch.float32).max, neginf=float("-inf"))
+    clean = clean.masked_fill(clean.amax(1, keepdim=True) == float("-inf"), 0.0)
+    total = clean.double().logsumexp(1, keepdim=True)
+    max_top = min(int(num_top.max(initial=0)), logits.shape[1])
+    # Sorted and not torch.topk, which leaves open which of equals it takes.
+    tops, top_ids = (part[:, :max_top] for part in clean.sort(dim=1, descending=True, stable=True))
+    chosen = clean.gather(1, _to(token_ids, logits)[:, None])
+    # One copy: float64 holds an id exactly.
+    host = torch.cat((chosen - total, tops - total, top_ids.double()), dim=1).cpu().numpy()
+    found = []
+    for row, count in zip(host, np.minimum(num_top, max_top).tolist(), strict=True):
+        ids = row[1 + max_top : 1 + max_top + count].astype(np.int64).tolist()
+        found.append(TokenLogprobs(float(row[0]), ids, row[1 : 1 + count].tolist()))
+    return found
+
+
+def _to(values: npt.NDArray[np.generic], logits: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(values).to(logits.device)
