@@ -1,10 +1,10 @@
 """The one entry to attention over the paged KV cache: picks a backend, and owns the cache's layout.
 
 A layer's cache is `[num_blocks, 2, num_kv_heads, block_size, head_dim]`, K at index 0 and V at index 1 of the
-second axis. An int8 one holds codes; beside it stand `kv_scales`, float32 `[num_blocks, 2, num_kv_heads, block_size]`:
-a slot of a head is its codes times its scale. What is inside is private to the kernels: others write through `write_kv`
-and `copy_blocks` and look through `read_block`. Nothing here knows which block is free, whose it is, or what a request
-is.
+second axis. One of int8 or fp8 holds codes; beside it stand `kv_scales`, float32
+`[num_blocks, 2, num_kv_heads, block_size]`: a slot of a head is its codes times its scale. What is inside is private to
+the kernels: others write through `write_kv` and `copy_blocks` and look through `read_block`. Nothing here knows which
+block is free, whose it is, or what a request is.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ class Backend(Protocol):
             k, v: [num_tokens, num_kv_heads, head_dim], of any dtype; views will do if head_dim is contiguous.
             kv_cache: one layer, contiguous.
             slots: int64 [num_tokens], `block_id * block_size + offset`, each at most once; -1 writes nothing.
-            kv_scales: of an int8 cache, contiguous; written too.
+            kv_scales: of a cache of codes, contiguous; written too.
 
         Raises:
-            UnsupportedError: there are scales, and `check_supported` refuses int8.
+            UnsupportedError: there are scales, and `check_supported` refuses their dtype.
         """
 
     def paged_attention(
@@ -92,7 +92,7 @@ class Backend(Protocol):
             scale: factor of q . k.
             window: how many positions back a query sees, itself included; None sees everything.
             softcap: scores become softcap * tanh(score / softcap).
-            kv_scales: of an int8 cache, contiguous.
+            kv_scales: of a cache of codes, contiguous.
             out: where to put the result; a new tensor by default.
 
         Returns:

@@ -13,7 +13,7 @@ from pageframe.runtime import memory_plan
 from pageframe.runtime.arithmetic import Arithmetic, choose_arithmetic
 from pageframe.runtime.config import DEFAULT_MODEL, EngineConfig, ModelConfig, ResolvedConfig
 from pageframe.runtime.engine import Engine
-from pageframe.runtime.errors import ConfigError, MemoryPlanError
+from pageframe.runtime.errors import ConfigError, MemoryPlanError, StartupError
 from pageframe.runtime.grammar_compiler import GrammarCompiler
 from pageframe.runtime.grammar_service import GrammarService
 from pageframe.runtime.model_runner import ModelRunner
@@ -79,13 +79,24 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         notes=arithmetic.notes,
     )
     runner = _runner(decoder, resolved, arithmetic)
-    if resolved.host_slots:
-        resolved = dataclasses.replace(resolved, copy_costs=measure_copy_costs(runner, resolved))
-    if resolved.mixed_token_budget is None and arithmetic.device.type == "cpu" and resolved.backend != "triton":
-        resolved = dataclasses.replace(resolved, mixed_token_budget=measure_mixed_token_budget(runner, resolved))
+    resolved = _measure(runner, resolved)
     unread = dataclasses.replace(source)  # one that keeps no file open until a grammar comes
     grammars = GrammarService(lambda: GrammarCompiler(load_tokenizer(unread), model.vocab_size, model.eos_token_ids))
     return Engine(resolved, runner, Sampler(runner.logits, runner.arg_max), grammars=grammars, seed=config.seed)
+
+
+def _measure(runner: ModelRunner, resolved: ResolvedConfig) -> ResolvedConfig:
+    """Settle what the machine's speed decides."""
+    try:
+        if resolved.host_slots:
+            resolved = dataclasses.replace(resolved, copy_costs=measure_copy_costs(runner, resolved))
+        is_open = resolved.mixed_token_budget is None and resolved.max_num_requests > 1
+        # The Triton backend computes on a CPU only in its interpreter, whose speed says nothing.
+        if is_open and resolved.device == "cpu" and resolved.backend != "triton":
+            resolved = dataclasses.replace(resolved, mixed_token_budget=measure_mixed_token_budget(runner, resolved))
+    except RuntimeError as error:
+        raise StartupError(f"the forward pass failed: {one_line(error)}") from error
+    return resolved
 
 
 def _read_description(config: EngineConfig) -> tuple[ModelSource, ModelConfig]:

@@ -27,7 +27,7 @@ class ModelRunner:
     Args:
         decoder: the model, its weights already on `device`.
         backend: attention kernels.
-        kv_dtype: what K and V are stored as; torch.int8 is for codes with scales.
+        kv_dtype: what K and V are stored as; int8 and fp8 are codes with scales.
         host_slots: blocks that host memory holds beside the pool, 0 for none.
         graphs: decode steps are recorded at start and replayed (cuda_graphs.py); the backend must be triton.
 

@@ -224,7 +224,7 @@ class RequestOutput:
         prefill_seconds: likewise, from its first step to its first token.
         error: what failed, when finish_reason is "error"; what is wrong with the request, when it is "refused".
         prompt_logprobs: where asked for, on the first output of the choice that computed the prompt: one for each
-            token of the prompt but its first.
+            token of the prompt but its first. None on all others, and where the prompt is one token.
     """
 
     request_id: str
@@ -236,7 +236,7 @@ class RequestOutput:
     queued_seconds: float = -1.0
     prefill_seconds: float = -1.0
     error: str = ""
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] | None = None
 
 
 @dataclass(slots=True)

@@ -507,7 +507,8 @@ class Scheduler:
         """The output that tells of a request's new token, which may end the request or make its context slide."""
         running = request.status is RequestStatus.RUNNING
         length = int(self.rows.num_tokens[request.row]) if running else len(request.context)
-        if token == NO_TOKEN or request.matcher is not None:
+        matcher = request.matcher
+        if matcher is not None or token == NO_TOKEN:
             complaint = _complaint(request, token)
             if complaint:
                 self._end(request, FinishReason.ERROR, now, keep=request.context_start + length - 1)
@@ -521,7 +522,8 @@ class Scheduler:
             output.num_cached_tokens = request.num_cached_tokens
             output.queued_seconds = request.first_scheduled_time - request.arrival_time
             output.prefill_seconds = now - request.first_scheduled_time
-            output.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, []
+            if request.prompt_logprobs:
+                output.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, []
         if token in request.stop_ids:
             output.finish_reason = FinishReason.STOP.value
             output.stop_token_id = -1 if token in request.eos_ids else token
@@ -531,7 +533,7 @@ class Scheduler:
             self._end(request, FinishReason.LENGTH, now)
         elif length > self.max_model_len:
             self._slide(request, now)
-        elif request.matcher is not None and request.matcher.must_stop and request.params.logprobs is None:
+        elif matcher is not None and matcher.must_stop and request.params.logprobs is None:
             output.token_ids.append(self._append_end(request))
             output.finish_reason = FinishReason.STOP.value
             self._end(request, FinishReason.STOP, now)

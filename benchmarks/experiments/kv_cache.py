@@ -199,6 +199,12 @@ def _build_engine(args: argparse.Namespace, grid: Grid) -> Engine:
 
     longest = grid.prompt_len + grid.new_tokens[-1] + 1
     num_requests = grid.requests[-1]
+    # Every prompt is computed whole in the first step, as in the other ways, though none may have more than half of the
+    # tokens while others wait.
+    token_budget = min(
+        LIMITS["max_num_batched_tokens"][1],
+        max(DEFAULTS.max_num_batched_tokens, 4 * num_requests * grid.prompt_len),
+    )
     engine = build_engine(
         EngineConfig(
             model=args.model,
@@ -206,12 +212,8 @@ def _build_engine(args: argparse.Namespace, grid: Grid) -> Engine:
             num_blocks=num_requests * -(-longest // DEFAULTS.block_size),
             max_model_len=longest,
             max_num_requests=num_requests,
-            # Every prompt is computed whole in the first step, as in the other ways, though none may have more than
-            # half of the tokens while others wait.
-            max_num_batched_tokens=min(
-                LIMITS["max_num_batched_tokens"][1],
-                max(DEFAULTS.max_num_batched_tokens, 4 * num_requests * grid.prompt_len),
-            ),
+            max_num_batched_tokens=token_budget,
+            mixed_token_budget=token_budget,
             prefix_cache=False,
         )
     )

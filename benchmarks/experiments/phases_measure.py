@@ -47,6 +47,8 @@ class Phases:
         # Of each request the last block may be begun, and a first one stays behind from a prompt that is now shared.
         wanted = -(-max(pool_tokens, longest) // block_size) + 256
         smallest = -(-longest // block_size)
+        # Half of a step is left for prompts when nearly all decode, so that the last ones can join the first.
+        token_budget = max(DEFAULTS.max_num_batched_tokens, 2 * num_requests)
         self._engine = build_engine(
             EngineConfig(
                 model=model,
@@ -54,8 +56,8 @@ class Phases:
                 max_model_len=longest,
                 num_blocks=max(smallest, min(wanted, free_memory() // 2 // block_bytes)),
                 max_num_requests=max(DEFAULTS.max_num_requests, num_requests),
-                # Half of a step is left for prompts when nearly all decode, so that the last ones can join the first.
-                max_num_batched_tokens=max(DEFAULTS.max_num_batched_tokens, 2 * num_requests),
+                max_num_batched_tokens=token_budget,
+                mixed_token_budget=token_budget,
             )
         )
         assert isinstance(self._engine.runner, ModelRunner)

@@ -20,7 +20,7 @@ KV_LIMITS: dict[torch.dtype, float] = {
 }
 #: A sum with so many steps (1.5 * 2^23) has no bits for a part of one: it is rounded to the nearest, ties to even.
 STEPS = tl.constexpr(12582912.0)
-#: Rows whose largest number is less have codes of 0: a row of zeros must not be divided by 0.
+#: What a row's largest number counts as at the least: a row of zeros must not be divided by 0.
 SMALLEST = tl.constexpr(1e-30)
 
 
@@ -40,7 +40,7 @@ def quantize_rows(x, KV_DTYPE: tl.constexpr):
     LIMIT: tl.constexpr = 127.0 if KV_DTYPE.is_int8() else FP8_LIMIT
     largest = tl.max(tl.abs(x), axis=1)
     codes = x * tl.div_rn(LIMIT, tl.maximum(largest, SMALLEST))[:, None]
-    # Rounded here and not by the conversion: Triton's interpreter rounds wrongly to fp8, and truncates to int8.
+    # Rounded here and not by the conversion: to int8 it truncates, to fp8 it rounds wrongly in Triton's interpreter.
     if KV_DTYPE.is_int8():
         steps = STEPS
     else:

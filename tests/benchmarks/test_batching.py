@@ -14,6 +14,7 @@ from pageframe.benchmarks.experiments import batching, batching_measures, batchi
 from pageframe.benchmarks.experiments.batching_sizes import QUICK
 from pageframe.benchmarks.experiments.driver import Agreement
 from pageframe.benchmarks.experiments.report import InputError
+from pageframe.runtime import engine_builder
 from pageframe.runtime.errors import EngineError
 from pageframe.runtime.model_runner import ModelRunner
 
@@ -143,6 +144,7 @@ def test_a_failed_forward_pass_is_one_line(
         raise RuntimeError("no such operation")
 
     monkeypatch.setattr(ModelRunner, "forward", fail)
+    monkeypatch.setattr(engine_builder, "measure_mixed_token_budget", lambda runner, resolved: 64)
     assert main(["bench", "batching", "--quick", "--model", str(small_model), "--no-plot"]) == 1
     assert "pageframe: the forward pass failed: no such operation\n" in capsys.readouterr().err
 

@@ -19,12 +19,32 @@ from pageframe.runtime.block_allocator import OutOfBlocksError
 from pageframe.runtime.config import ResolvedConfig
 from pageframe.runtime.engine import Engine
 from pageframe.runtime.errors import InvalidRequestError
-from pageframe.runtime.journal import Journal
+from pageframe.runtime.journal import Event, Journal
 from pageframe.runtime.philox import choice_seed
 from pageframe.runtime.request import MAX_TOTAL_TOKENS, RequestOutput, SamplingParams, choice_ids
 
 # Forward passes are made to fail by the dozen, and each would log a traceback.
 logging.getLogger("pageframe.runtime.engine").addFilter(lambda record: "InjectedFailure" not in str(record.exc_info))
+
+
+#: A step of a tiny configuration makes some tens of decisions.
+MAX_EVENTS_IN_A_STEP = 10_000
+
+
+class BoundedJournal(Journal):
+    """Notices a step that goes on deciding for ever."""
+
+    _events_in_step = 0
+
+    def at(self, step: int, time: float) -> None:
+        if step != self.step:
+            self._events_in_step = 0
+        super().at(step, time)
+
+    def write(self, event: Event) -> None:
+        self._events_in_step += 1
+        assert self._events_in_step <= MAX_EVENTS_IN_A_STEP, "a step makes no end of decisions"
+        super().write(event)
 
 
 @dataclass
@@ -61,7 +81,7 @@ class Simulation:
         )
         # A short ring: it is read after every step, and its oldest events are passed over each time.
         self.engine = Engine(
-            self.resolved, self.model, self.model, seed=0, clock=self.clock, journal=Journal(capacity=1024)
+            self.resolved, self.model, self.model, seed=0, clock=self.clock, journal=BoundedJournal(capacity=1024)
         )
         self.replay = JournalReplay(
             self.resolved.block_size, lenient=self.resolved.prefix_cache or fail_allocation is not None

@@ -69,6 +69,7 @@ def test_all_choices_end_also_those_that_wait_for_their_first() -> None:
     assert ends(engine.step()) == {f"many-{index}": "timeout" for index in range(3)}
     assert not engine.has_work
     assert engine.scheduler.allocator.num_used == 0
+    assert engine.scheduler.num_waits["queue"] == 1, "none was to lead in the first one's place"
 
 
 def test_a_deadline_counts_from_the_arrival() -> None:

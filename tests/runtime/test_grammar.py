@@ -56,15 +56,13 @@ def byte_level(folder: Path) -> Tokenizer:
 
 def sentencepiece(folder: Path) -> Tokenizer:
     """A space before every text, marks for spaces, bytes where no piece fits; its pieces spell ASCII twice."""
+    merges = [("▁", "t"), ("h", "e"), *NOT_THE_LONGEST_FIRST]
     pieces = [
         *SPECIAL,
         *(f"<0x{byte:02X}>" for byte in range(256)),
-        *"▁abcdefghijklmnopqrstuvwxyz{}:,",
-        '"',
-        "▁t",
-        "he",
+        *'▁abcdefghijklmnopqrstuvwxyz{}:,"',
     ]
-    merges = [("▁", "t"), ("h", "e")]
+    pieces += [left + right for left, right in merges]
     vocab = {piece: index for index, piece in enumerate(pieces)}
     inner = Inner(models.BPE(vocab, merges, byte_fallback=True, unk_token="<s>"))
     inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])

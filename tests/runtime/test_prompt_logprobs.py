@@ -86,6 +86,19 @@ def test_a_preempted_prompt_is_not_scored_twice() -> None:
     assert simulation.counts["scored prompts"] == 2
 
 
+def test_a_choice_that_forked_and_waits_finds_the_prompt_its_leader_scored() -> None:
+    simulation = Simulation(tiny_config(num_blocks=16, max_num_requests=2, max_num_batched_tokens=16))
+    simulation.add(list(range(40, 45)), params(max_tokens=6, prompt_logprobs=None))
+    simulation.step()
+    simulation.add(list(range(10, 23)), params(n=2, max_tokens=12), request_id="forks")
+    simulation.drain()
+    follower = simulation.engine.scheduler.find("forks-1")
+    assert follower is not None
+    assert any(wait.reason in ("queue", "rows") for wait in follower.waits), "it was meant to find no row"
+    assert follower.miss_reason != "logprobs"
+    assert simulation.counts["scored prompts"] == 1
+
+
 def test_logits_are_made_in_slices() -> None:
     sizes = []
 

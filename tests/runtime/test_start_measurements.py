@@ -8,6 +8,10 @@ import pytest
 from fakes.engines import tiny_config
 
 from pageframe.runtime import start_measurements
+from pageframe.runtime.config import EngineConfig
+from pageframe.runtime.engine_builder import build_engine
+from pageframe.runtime.errors import StartupError
+from pageframe.runtime.model_runner import ModelRunner
 from pageframe.runtime.start_measurements import measure_mixed_token_budget
 
 
@@ -48,3 +52,22 @@ def test_a_fast_model_gets_at_most_the_budget_of_any_step(monkeypatch: pytest.Mo
 def test_a_pool_smaller_than_a_measured_step_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
     budget, _ = measure(monkeypatch, 0.25e-3, num_blocks=5, block_size=4)
     assert budget == pytest.approx(140, abs=1)
+
+
+def test_a_first_forward_pass_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: ModelRunner, batch: Any) -> None:
+        raise RuntimeError("no such operation\nin this build")
+
+    monkeypatch.setattr(ModelRunner, "forward", fail)
+    with pytest.raises(StartupError, match=r"^the forward pass failed: no such operation in this build$"):
+        build_engine(EngineConfig(num_blocks=16, max_model_len=64))
+
+
+def test_nothing_is_measured_where_a_budget_is_given_or_no_two_requests_can_meet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ModelRunner, "forward", None)
+    config = EngineConfig(num_blocks=16, max_model_len=64, mixed_token_budget=48)
+    assert build_engine(config).resolved.mixed_token_budget == 48
+    alone = EngineConfig(num_blocks=16, max_model_len=64, max_num_requests=1)
+    assert build_engine(alone).resolved.mixed_token_budget is None
