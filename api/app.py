@@ -19,6 +19,8 @@ from pageframe.api.chat import chat_completions
 from pageframe.api.completions import completions
 from pageframe.api.errors import ApiError, internal_error, to_api_error
 from pageframe.api.middleware import HostCheck, KeyCheck, RequestIds, check_admin
+from pageframe.api.openapi import request_body
+from pageframe.api.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from pageframe.api.service import ServerState
 from pageframe.api.tokens import detokenize, tokenize
 from pageframe.runtime.errors import PageframeError
@@ -46,6 +48,13 @@ ADMIN_ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/inspect/requests/{request_id}", inspect.inspect_request),
     ("GET", "/inspect/steps", inspect.inspect_steps),
 )
+#: What the routes with a body take; each checks it itself.
+BODIES: dict[str, type[Body]] = {
+    "/v1/chat/completions": ChatBody,
+    "/v1/completions": CompletionBody,
+    "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
+}
 #: Routes of OpenAI's that are not here, and what is instead.
 INSTEAD = {
     "/v1/responses": "instead, POST /v1/chat/completions answers a conversation, all of which comes in messages",
@@ -72,7 +81,10 @@ def _add_route(app: FastAPI, method: str, path: str, handler: Handler, state: Se
     async def endpoint(request: Request) -> Response:
         return await handler(state, request)
 
-    app.add_api_route(path, endpoint, methods=[method], name=handler.__name__, description=handler.__doc__)
+    extra = {"requestBody": request_body(path, BODIES[path])} if path in BODIES else None
+    app.add_api_route(
+        path, endpoint, methods=[method], name=handler.__name__, description=handler.__doc__, openapi_extra=extra
+    )
 
 
 def _for_admin(handler: Handler) -> Handler:

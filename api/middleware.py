@@ -199,8 +199,8 @@ def _host_name(header: str) -> str:
     """The name or address in a Host header: no port, no brackets, lower case."""
     header = header.strip().lower()
     if header.startswith("["):
-        inner = header[1:].partition("]")[0]
-        return inner if _is_address(inner) else header
+        inner, bracket, _ = header[1:].partition("]")
+        return inner if bracket and _is_address(inner) else header
     name, colon, _ = header.rpartition(":")
     return (name if colon else header).removesuffix(".")
 

@@ -245,7 +245,7 @@ class GenerationBody(Body):
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     truncate_prompt_tokens: Annotated[int | None, PlainValidator(_check_truncation)] = None
     seed: Int64 | None = None
-    stop: Annotated[tuple[str, ...], BeforeValidator(_check_stop)] = ()
+    stop: Annotated[tuple[str, ...], BeforeValidator(_check_stop, json_schema_input_type=str | list[str] | None)] = ()
     stop_token_ids: Annotated[list[int], BeforeValidator(_check_stop_ids)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
