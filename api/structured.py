@@ -10,7 +10,7 @@ from typing import Any
 
 from pageframe.api.errors import shorten
 from pageframe.runtime.errors import InvalidRequestError
-from pageframe.runtime.grammar import GrammarSpec
+from pageframe.runtime.grammar import MAX_SOURCE_BYTES, GrammarSpec
 
 _FORMATS = ("text", "json_object", "json_schema")
 _SCHEMA_FIELDS = ("name", "description", "schema", "strict")
@@ -92,14 +92,22 @@ def _source(name: str, value: object, path: str) -> str:
     if not isinstance(value, str):
         rule = "must be a JSON schema, an object or its text" if name == "json" else "must be a string"
         raise _wrong(path, value, rule)
-    return value
+    return _of_bounded_size(value, path)
 
 
 def _to_json(value: object, path: str) -> str:
     try:
-        return json.dumps(value, ensure_ascii=False)
+        return _of_bounded_size(json.dumps(value, ensure_ascii=False), path)
     except RecursionError:
         raise InvalidRequestError(f"{path} is nested too deep", param=path) from None
+
+
+def _of_bounded_size(source: str, path: str) -> str:
+    """The source, which goes to the engine once for each prompt."""
+    size = len(source.encode("utf-8", "surrogatepass"))
+    if size > MAX_SOURCE_BYTES:
+        raise InvalidRequestError(f"{path} has {size} bytes; at most {MAX_SOURCE_BYTES} are allowed", param=path)
+    return source
 
 
 def _refuse_unknown(given: dict[str, Any], known: tuple[str, ...], path: str) -> None:

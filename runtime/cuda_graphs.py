@@ -163,13 +163,15 @@ class CudaRecorder:
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        # One for all: libraries keep a workspace for each stream that they have seen.
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def __call__(self, run: Run) -> Run:
         """See `Record`."""
         # A kernel's first launch compiles and loads it, which can't be recorded.
-        run_aside(run)
+        run_aside(run, self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             result = run()
 
         def replay() -> torch.Tensor:
@@ -179,9 +181,8 @@ class CudaRecorder:
         return replay
 
 
-def run_aside(run: Callable[[], object]) -> None:
-    """Run this on a stream of its own, as a recording does: what libraries keep for each stream is then there."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+def run_aside(run: Callable[[], object], stream: torch.cuda.Stream) -> None:
+    """Run this on the stream on which it is recorded next: what libraries keep for each stream is then there."""
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         run()

@@ -171,6 +171,7 @@ class EngineLoop:
                 request.aborted.add(choice_id)
                 if len(request.aborted) == len(choices):
                     self._compiling.remove(request)
+                    request.grammar.cancel()  # if it has not begun, others' need not wait for it
                 return True
         return False
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 MaskWords = npt.NDArray[np.uint32]
 
 MAX_COMPLAINT_CHARS = 500
+#: Of a grammar's source, as UTF-8.
+MAX_SOURCE_BYTES = 256 * 1024
 #: kind -> what its source is.
 GRAMMAR_KINDS = {
     "json_schema": "JSON schema",

@@ -18,7 +18,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pageframe.runtime.errors import InvalidRequestError
-from pageframe.runtime.grammar import GRAMMAR_KINDS, JSON_OPTIONS, CompiledGrammar, GrammarSpec, one_line
+from pageframe.runtime.grammar import (
+    GRAMMAR_KINDS,
+    JSON_OPTIONS,
+    MAX_SOURCE_BYTES,
+    CompiledGrammar,
+    GrammarSpec,
+    one_line,
+)
 from pageframe.runtime.grammar_trial import GrammarTrial, TrialLimits, compile_grammar
 from pageframe.runtime.grammar_vocabulary import ModelTokens
 from pageframe.runtime.tokenizer import Tokenizer
@@ -40,7 +47,7 @@ class GrammarLimits:
         num_trials: grammars tried at once.
     """
 
-    source_bytes: int = 256 * 1024
+    source_bytes: int = MAX_SOURCE_BYTES
     cached_grammars: int = 64
     cached_bytes: int = 4 * 1024**2
     num_trials: int = 2

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 import numpy as np
@@ -37,6 +38,8 @@ class TokenMasks:
         self._table: MaskWords | None = None
         self._filler: Filler | None = None
         self._thread: ThreadPoolExecutor | None = None
+        #: What the thread does. Nobody has waited for it where a forward pass failed.
+        self._filling: Future[None] | None = None
 
     def begin(self, batch: SamplingBatch) -> None:
         """Begin to make the masks that a batch's rules need; a rule waits for its own where it is asked for it."""
@@ -48,11 +51,15 @@ class TokenMasks:
             return
         if self._table is None:
             self._table = np.empty(self._shape, np.uint32)
+        if self._filling is not None:
+            futures.wait([self._filling])
+            self._filling = None
         wait = None
         if any(rules.matcher is not None for rules, _ in work):
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, "token-masks")
-            wait = self._thread.submit(self._fill, self._table, work).result
+            self._filling = self._thread.submit(self._fill, self._table, work)
+            wait = self._filling.result
         else:
             self._fill(self._table, work)
         for (rules, _), mask in zip(work, self._table, strict=False):

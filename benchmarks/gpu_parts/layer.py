@@ -140,7 +140,9 @@ def _random_cache(
     scales = torch.rand(shape[:-1], device=device) / KV_LIMITS[dtype] + 1e-3
     if dtype == torch.int8:
         return torch.randint(-127, 128, shape, device=device, dtype=dtype), scales
-    return (torch.randn(shape, device=device, dtype=torch.bfloat16) * 100).to(dtype), scales
+    codes = torch.randn(shape, device=device, dtype=torch.bfloat16) * 100
+    # Not every torch saturates: what is beyond the limit would become NaN.
+    return codes.clamp_(-KV_LIMITS[dtype], KV_LIMITS[dtype]).to(dtype), scales
 
 
 def kv_bytes(contexts: Sequence[int], num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

@@ -112,6 +112,8 @@ GENERATION_RULES: list[tuple[dict[str, Any], str, list[str]]] = [
     ({"structured_outputs": "a"}, "structured_outputs", ['"a"', "json, regex, choice, grammar"]),
     ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs", ["regex and json", "only one"]),
     ({"structured_outputs": {"xml": "a"}}, "structured_outputs.xml", ["not a known field"]),
+    ({"structured_outputs": {"regex": "a" * 262_145}}, "structured_outputs.regex", ["262145 bytes", "at most 262144"]),
+    ({"structured_outputs": {"choice": ["é" * 200_000]}}, "structured_outputs.choice", ["400004 bytes", "262144"]),
     ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex", ["5", "a string"]),
     ({"structured_outputs": {"json": True}}, "structured_outputs.json", ["true", "an object or its text"]),
     ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", ["a list of 0", "at least one"]),

@@ -7,6 +7,8 @@ from __future__ import annotations
 import os
 import random
 import sys
+import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -29,7 +31,7 @@ from fakes.ruled_model import (
 )
 
 from pageframe.runtime.errors import InvalidRequestError
-from pageframe.runtime.grammar import GrammarSpec
+from pageframe.runtime.grammar import GrammarSpec, MaskWords, Matcher
 from pageframe.runtime.journal import GrammarEvent
 from pageframe.runtime.philox import choice_seed
 from pageframe.runtime.request import RequestOutput, SamplingParams, choice_ids
@@ -236,6 +238,33 @@ def test_a_row_without_a_choice_still_draws_what_its_mask_leaves(level: float, t
     logits = torch.full((1, VOCAB_SIZE), level)
     logits[0, 5] = 3.0
     assert Sampler(lambda hidden: hidden).sample_logits(logits, batch).token_ids[0] in (40, 41)
+
+
+def test_a_mask_of_a_step_that_failed_is_not_written_over_the_next_steps() -> None:
+    """Nobody waits for the first one's masks: its forward pass has failed."""
+    may_fill, filling, filled = threading.Event(), threading.Event(), threading.Event()
+
+    class SlowFiller(FakeFiller):
+        def fill(self, matchers: Sequence[tuple[int, Matcher]], masks: MaskWords) -> None:
+            filling.set()
+            assert may_fill.wait(10)
+            super().fill(matchers, masks)
+            filled.set()
+
+    masks = TokenMasks(1, VOCAB_SIZE, 1, lambda num_threads: SlowFiller())
+    grammar = SamplingParams(temperature=0, seed=0)
+    masks.begin(batch_of([(grammar, rules_of(grammar, [1], [], FakeMatcher(99)))]))
+    assert filling.wait(10)
+    allowed = SamplingParams(temperature=0, seed=0, allowed_token_ids=[40, 41])
+    batch = batch_of([(allowed, rules_of(allowed, [1], []))])
+    begun = threading.Thread(target=masks.begin, args=(batch,))
+    begun.start()
+    begun.join(0.05)  # without the wait it has written its mask by then, and the first one's comes over it
+    may_fill.set()
+    begun.join(10)
+    assert filled.wait(10)
+    logits = torch.arange(VOCAB_SIZE, dtype=torch.float32)[None]
+    assert Sampler(lambda hidden: hidden).sample_logits(logits, batch).token_ids.tolist() == [41]
 
 
 def test_banned_tokens_are_banned_in_masked_rows_too() -> None:
