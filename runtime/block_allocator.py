@@ -6,6 +6,7 @@ PrefixCache marks what can be found, BlockManager pins.
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 
@@ -41,7 +42,7 @@ class BlockAllocator:
         self.num_blocks = num_blocks
         #: Set by the prefix cache, the one who indexes blocks.
         self.on_evict: Callable[[int], None] = _nobody_indexes
-        self._ref_counts = [0] * num_blocks
+        self._ref_counts = array("i", bytes(4 * num_blocks))
         self._indexed = bytearray(num_blocks)
         self._free: deque[int] = deque(range(num_blocks))
         # Least recently used first; an OrderedDict makes taking a block out of the middle O(1) too.
@@ -69,13 +70,27 @@ class BlockAllocator:
     def num_used(self) -> int:
         return self.num_blocks - self.num_available - self.num_pinned
 
+    def counts(self) -> dict[str, int]:
+        """Blocks by state."""
+        return {"free": self.num_free, "cached": self.num_cached, "used": self.num_used, "pinned": self.num_pinned}
+
     def ref_count(self, block_id: int) -> int:
         """References of tables and pins."""
         return self._ref_counts[block_id]
 
     def ref_counts(self) -> list[int]:
         """A copy of all reference counts, by block id."""
-        return self._ref_counts.copy()
+        return self._ref_counts.tolist()
+
+    @property
+    def reference_view(self) -> memoryview:
+        """All reference counts by block id, int32, as they are: to be read, now."""
+        return memoryview(self._ref_counts).toreadonly()
+
+    @property
+    def indexed_view(self) -> memoryview:
+        """Whether the prefix cache can find each block, uint8 by block id: to be read, now."""
+        return memoryview(self._indexed).toreadonly()
 
     def pins(self) -> dict[int, int]:
         """A copy of the pins, by block id; each is part of the block's reference count."""

@@ -335,6 +335,11 @@ class BlockManager:
             self._pinned.remove(block_id)
         self._journal.note(UnpinEvent, "", block_ids=tuple(block_ids))
 
+    @property
+    def num_evictions(self) -> int:
+        """Blocks whose contents were given up, so far."""
+        return 0 if self.prefix_cache is None else self.prefix_cache.num_evictions
+
     def reset_prefix_cache(self) -> int:
         """Forget all that was computed; the number of blocks that could be found until now.
 

@@ -41,7 +41,8 @@ class BlockTables:
         block_size: token slots in a block.
 
     `table` [max_requests, max_blocks] int32, `num_blocks` and `first_block` [max_requests] int32 may be read by anyone:
-    a row's blocks are at [first_block[row], num_blocks[row]), all other entries are NO_BLOCK.
+    a row's blocks are at [first_block[row], num_blocks[row]), all other entries are NO_BLOCK. `changes` [max_requests]
+    int64 counts what was done to a row other than appending to it.
     """
 
     def __init__(self, allocator: BlockAllocator, *, max_requests: int, max_blocks: int, block_size: int) -> None:
@@ -50,6 +51,7 @@ class BlockTables:
         self.table: npt.NDArray[np.int32] = np.full((max_requests, max_blocks), NO_BLOCK, dtype=np.int32)
         self.num_blocks: npt.NDArray[np.int32] = np.zeros(max_requests, dtype=np.int32)
         self.first_block: npt.NDArray[np.int32] = np.zeros(max_requests, dtype=np.int32)
+        self.changes: npt.NDArray[np.int64] = np.zeros(max_requests, dtype=np.int64)
         self._free_rows = list(range(max_requests - 1, -1, -1))
         self._in_use = [False] * max_requests
         #: By (row, index): an entry that changes hands twice in a step is sent once, since a device may apply the
@@ -89,6 +91,7 @@ class BlockTables:
             raise
         self._free_rows.pop()
         self._in_use[row] = True
+        self.changes[row] += 1
         self.num_blocks[row] = self.first_block[row] = first_block
         unused = iter(new)
         self._append(row, [next(unused) if block_id == NO_BLOCK else block_id for block_id in leading])
@@ -140,6 +143,7 @@ class BlockTables:
         block_ids: list[int] = self.table[row, first:index].tolist()
         self.allocator.free(block_ids)
         self.table[row, first:index] = NO_BLOCK
+        self.changes[row] += 1
         self.first_block[row] = index
         return block_ids
 

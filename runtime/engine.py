@@ -6,6 +6,7 @@ One `Engine.step()` is one iteration of the whole system; everything a server do
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import math
 import random
@@ -17,12 +18,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from pageframe.runtime.admission import max_total_tokens
+from pageframe.runtime.admission import Door
 from pageframe.runtime.batch import Batch
 from pageframe.runtime.config import ResolvedConfig
 from pageframe.runtime.grammar import CompiledGrammar
 from pageframe.runtime.grammar_service import GrammarService, no_compiler
-from pageframe.runtime.journal import Journal
+from pageframe.runtime.journal import Journal, StepEvent
 from pageframe.runtime.philox import choice_seed
 from pageframe.runtime.prefix_cache import make_salt
 from pageframe.runtime.request import Request, RequestOutput, SamplingParams, TokenLogprobs, choice_ids
@@ -52,9 +53,16 @@ class TokenSampler(Protocol):
 
 @dataclass(slots=True, frozen=True)
 class StepRecord:
-    """One step as it was, for inspection."""
+    """One step as it was, for inspection.
+
+    Args:
+        started: seconds of the engine's clock.
+        num_running, num_waiting, blocks, lookup_tokens, hit_tokens: as the step left them, see StepEvent.
+        evicted: blocks whose contents were given up since the step before.
+    """
 
     step: int
+    started: float
     time_ms: float
     num_requests: int
     prefill_tokens: int
@@ -62,6 +70,12 @@ class StepRecord:
     token_budget: int
     preempted: tuple[str, ...]
     finished: tuple[str, ...]
+    num_running: int
+    num_waiting: int
+    blocks: dict[str, int]
+    evicted: int
+    lookup_tokens: int
+    hit_tokens: int
 
     @property
     def num_tokens(self) -> int:
@@ -120,6 +134,8 @@ class Engine:
         self._sampler = sampler
         self._clock = clock
         self._arrivals = 0
+        self._door = Door(resolved)
+        self._evictions_told = 0
         self._seeds = random.Random(seed)
 
     @property
@@ -153,8 +169,9 @@ class Engine:
 
         Raises:
             InvalidRequestError: it can never be served as asked; nothing was queued.
+            TooManyWaitError: so many grammars are being compiled that its own cannot be.
         """
-        total = max_total_tokens(prompt_token_ids, params, self.resolved)
+        total = self._door.max_total_tokens(prompt_token_ids, params)
         if params.grammar is not None and grammar is None:
             grammar = self.grammars.compile(params.grammar)
         ignores_eos = params.ignore_eos and grammar is None
@@ -199,6 +216,11 @@ class Engine:
         """Forget all computed prefixes; how many blocks could be found until now."""
         return self.scheduler.reset_prefix_cache(self._clock())
 
+    def steps_since(self, step: int) -> list[StepRecord]:
+        """The steps from number `step` on that are still known, oldest first. Costs no more than these."""
+        newest = itertools.takewhile(lambda record: record.step >= step, reversed(self.steps))
+        return list(newest)[::-1]
+
     def step(self) -> list[RequestOutput]:
         """One iteration. Returns what it gave each request that got something."""
         started = self._clock()
@@ -229,15 +251,31 @@ class Engine:
         return dataclasses.replace(result, prompt_logprobs=self._sampler.score(hidden[len(sampling) :], scored))
 
     def _record(self, plan: StepPlan, outputs: list[RequestOutput], started: float) -> None:
+        """Keep what the step was, for inspection, and tell the journal."""
+        scheduler, seconds = self.scheduler, self._clock() - started
+        evictions = scheduler.blocks.num_evictions
+        blocks = scheduler.allocator.counts()
+        shared: dict[str, int] = {
+            "num_requests": len(plan.requests),
+            "prefill_tokens": plan.prefill_tokens,
+            "decode_tokens": plan.decode_tokens,
+            "token_budget": plan.token_budget,
+            "num_running": scheduler.num_running,
+            "num_waiting": scheduler.num_waiting,
+            "evicted": evictions - self._evictions_told,
+            "lookup_tokens": scheduler.num_lookup_tokens,
+            "hit_tokens": scheduler.num_hit_tokens,
+        }
+        self._evictions_told = evictions
+        self.journal.note(StepEvent, "", started=started, seconds=seconds, **shared, **blocks)
         self.steps.append(
             StepRecord(
                 step=plan.step,
-                time_ms=(self._clock() - started) * 1e3,
-                num_requests=len(plan.requests),
-                prefill_tokens=plan.prefill_tokens,
-                decode_tokens=plan.decode_tokens,
-                token_budget=plan.token_budget,
+                started=started,
+                time_ms=seconds * 1e3,
                 preempted=plan.preempted,
                 finished=tuple(output.request_id for output in outputs if output.finish_reason),
+                blocks=blocks,
+                **shared,
             )
         )

@@ -24,6 +24,7 @@ from pageframe.runtime.models.source import ModelSource, one_line, resolve_sourc
 from pageframe.runtime.sampler import Sampler
 from pageframe.runtime.start_measurements import measure_copy_costs, measure_mixed_token_budget
 from pageframe.runtime.tokenizer import load_tokenizer
+from pageframe.runtime.warm_up import refused_at_start, warm_up
 
 Progress = Callable[[int, int], None]
 
@@ -78,11 +79,14 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         slide_by=_slide_by(config, pool.max_model_len),
         notes=arithmetic.notes,
     )
-    runner = _runner(decoder, resolved, arithmetic)
+    with refused_at_start(f"the {resolved.backend} backend on {resolved.device}"):
+        runner = _runner(decoder, resolved, arithmetic)
+        sampler = Sampler(runner.logits, runner.arg_max)
+        warm_up(runner, sampler, resolved)
     resolved = _measure(runner, resolved)
     unread = dataclasses.replace(source)  # one that keeps no file open until a grammar comes
     grammars = GrammarService(lambda: GrammarCompiler(load_tokenizer(unread), model.vocab_size, model.eos_token_ids))
-    return Engine(resolved, runner, Sampler(runner.logits, runner.arg_max), grammars=grammars, seed=config.seed)
+    return Engine(resolved, runner, sampler, grammars=grammars, seed=config.seed)
 
 
 def _measure(runner: ModelRunner, resolved: ResolvedConfig) -> ResolvedConfig:

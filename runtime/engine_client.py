@@ -20,7 +20,7 @@ import zmq
 import zmq.asyncio
 
 from pageframe.runtime import messages
-from pageframe.runtime.admission import max_total_tokens
+from pageframe.runtime.admission import Door
 from pageframe.runtime.config import EngineConfig, ResolvedConfig
 from pageframe.runtime.engine_launch import end_engine
 from pageframe.runtime.errors import (
@@ -83,6 +83,9 @@ class EngineClient:
         self._calls: dict[int, asyncio.Future[bytes]] = {}
         self._num_calls = 0
         self._last_progress = time.monotonic()
+        self._door = Door(resolved)
+        #: Those of the request that was added last; the prompts of one HTTP request share theirs.
+        self._told_params: SamplingParams | None = None
         self._closing = False
         reading = asyncio.create_task(self._read())
         reading.add_done_callback(self._reading_ended)
@@ -96,12 +99,14 @@ class EngineClient:
         process: asyncio.subprocess.Process,
         config: EngineConfig,
         *,
+        recording: messages.RecordingConfig | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> EngineClient:
         """Say what the engine is to be, and wait until it is ready.
 
         Args:
             process: what `launch_engine` gave. It is the client's from now on.
+            recording: where the engine records its journal; None for nowhere.
             progress: called with (tensors loaded, tensors in all).
 
         Raises:
@@ -119,7 +124,9 @@ class EngineClient:
         assert process.stdin is not None
         process.stdin.write(address.encode())
         # Not awaited: it waits for a peer, and a process that ends before it connects never is one.
-        sending = asyncio.ensure_future(socket.send_multipart(messages.encode(b"start", config)))
+        sending = asyncio.ensure_future(
+            socket.send_multipart(messages.encode(b"start", messages.Start(config, recording)))
+        )
         try:
             resolved = await _wait_until_ready(process, socket, progress)
         except BaseException:
@@ -145,7 +152,8 @@ class EngineClient:
         return len(self._queues)
 
     def seconds_since_progress(self) -> float:
-        """Seconds since the engine last said anything while requests wait for it; 0.0 when none do."""
+        """Seconds since the engine last went on, or had only grammars to wait for, while requests wait for it; 0.0 when
+        none do."""
         return time.monotonic() - self._last_progress if self._queues else 0.0
 
     async def shutdown(self) -> None:
@@ -199,7 +207,7 @@ class EngineClient:
             EngineDeadError: there is no engine any more.
         """
         self._check_alive()
-        max_total_tokens(prompt_token_ids, params, self.resolved)
+        self._door.max_total_tokens(prompt_token_ids, params)
 
     def add(
         self,
@@ -227,13 +235,25 @@ class EngineClient:
             self._last_progress = time.monotonic()
         queue = OutputQueue()
         self._queues.update(dict.fromkeys(choices, queue))
-        self._send(b"add", messages.Add(request_id, list(prompt_token_ids), params, tenant, cache_salt, priority))
+        told, self._told_params = None if params is self._told_params else params, params
+        self._send(b"add", messages.Add(request_id, list(prompt_token_ids), told, tenant, cache_salt, priority))
         return queue
 
     def abort(self, choice_id: str) -> None:
         """Its client is gone. Free its blocks; no more outputs come. Does nothing where it has ended."""
         if self._queues.pop(choice_id, None) is not None and self.is_alive:
             self._send(b"abort", choice_id)
+
+    def cancel(self, choice_id: str) -> bool:
+        """End a choice for somebody who is not its client; that one gets a last output, its finish_reason "cancelled".
+
+        False where it is unknown or has ended."""
+        queue = self._queues.get(choice_id)
+        if queue is None:
+            return False
+        self.abort(choice_id)
+        queue.put(RequestOutput(request_id=choice_id, token_ids=[], finish_reason="cancelled"))
+        return True
 
     def finish(self, choice_id: str, num_output_tokens: int) -> None:
         """A stop string ended its text after that many output tokens. No more outputs come."""
@@ -293,7 +313,7 @@ class EngineClient:
         is_new = step.stats.step != self.stats.step
         self.stats = step.stats
         # A step that computes nothing and gives nothing is no progress: a scheduler that admits nobody is stuck.
-        if step.outputs or step.stats.step_tokens:
+        if step.outputs or step.stats.step_tokens or step.waits_for_grammars:
             self._last_progress = time.monotonic()
         if is_new and step.stats.step_tokens:
             self.on_step(step.stats.step_tokens)

@@ -8,6 +8,7 @@ other end only the parent has, and through which it is told where to connect.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import queue
 import signal
@@ -15,8 +16,8 @@ import sys
 import threading
 import time
 from collections import deque
-from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -26,10 +27,13 @@ from pageframe.runtime import messages
 from pageframe.runtime.config import EngineConfig
 from pageframe.runtime.engine import Engine
 from pageframe.runtime.engine_launch import without_collections
-from pageframe.runtime.errors import InvalidRequestError, RequestNotFoundError, StartupError
+from pageframe.runtime.errors import InvalidRequestError, RequestNotFoundError, StartupError, TooManyWaitError
 from pageframe.runtime.grammar import CompiledGrammar
+from pageframe.runtime.grammar_service import Compilation
 from pageframe.runtime.inspection import engine_stats, inspect
-from pageframe.runtime.request import FinishReason, RequestOutput, choice_ids
+from pageframe.runtime.journal_recorder import JournalRecorder
+from pageframe.runtime.live_frames import LiveFrames
+from pageframe.runtime.request import FinishReason, RequestOutput, SamplingParams, choice_ids
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +43,8 @@ MAX_ANSWERS_PER_STEP = 8
 MAX_ANSWER_SECONDS = 0.02
 #: How often an engine with nothing else to do looks whether a grammar is ready.
 GRAMMAR_POLL_MS = 2
+#: How often such an engine says that it is well.
+NEWS_SECONDS = 1.0
 
 
 @dataclass(slots=True, eq=False)
@@ -46,9 +52,19 @@ class _Compiling:
     """A request whose grammar is being compiled; it queues when that is ready. `aborted`: ids of its choices."""
 
     message: messages.Add
+    params: SamplingParams
     arrival_time: float
-    grammar: Future[CompiledGrammar]
+    grammar: Compilation
     aborted: set[str] = field(default_factory=set)
+
+    @property
+    def deadline(self) -> float:
+        seconds = self.params.timeout_seconds
+        return math.inf if seconds is None else self.arrival_time + seconds
+
+    @property
+    def choices(self) -> list[str]:
+        return choice_ids(self.message.request_id, self.params.n)
 
 
 class EngineLoop:
@@ -56,15 +72,22 @@ class EngineLoop:
 
     Args:
         socket: a connected PAIR socket; every message in and out goes through it.
+        recorder: gets the journal after every step.
     """
 
-    def __init__(self, engine: Engine, socket: zmq.Socket[bytes]) -> None:
+    def __init__(self, engine: Engine, socket: zmq.Socket[bytes], recorder: JournalRecorder | None = None) -> None:
         self._engine = engine
         self._socket = socket
         self._running = True
+        self._frames = LiveFrames(engine)
+        self._recorder = recorder
+        #: Last outputs of requests that never came to the engine.
         self._refused: list[RequestOutput] = []
         self._questions: deque[messages.Question] = deque()
         self._compiling: list[_Compiling] = []
+        #: Those of the latest request; see messages.Add.
+        self._params = SamplingParams()
+        self._next_news = math.inf
 
     def run(self) -> None:
         """Serve until told to shut down."""
@@ -74,11 +97,16 @@ class EngineLoop:
                 changed |= self._add_compiled()
             self._answer_some()
             outputs, self._refused = self._refused, []
-            if self._engine.has_work:
+            has_work = self._engine.has_work
+            if has_work:
                 outputs += self._engine.step()
-            elif not changed:
+            elif not changed and not (self._compiling and time.monotonic() >= self._next_news):
                 continue
-            self._send(b"step", messages.Step(outputs, engine_stats(self._engine)))
+            waits_for_grammars = bool(self._compiling) and not has_work
+            self._send(b"step", messages.Step(outputs, engine_stats(self._engine), waits_for_grammars))
+            self._next_news = time.monotonic() + NEWS_SECONDS
+            if self._recorder is not None:
+                self._recorder.record()
 
     def _drain_inbox(self) -> bool:
         """Handle the messages at hand, waiting for one where there is nothing else to do; whether state changed.
@@ -123,22 +151,31 @@ class EngineLoop:
         return True
 
     def _add(self, message: messages.Add) -> None:
-        now, grammar = self._engine.now(), message.params.grammar
-        if grammar is not None:
-            self._compiling.append(_Compiling(message, now, self._engine.grammars.submit(grammar)))
-            return
+        if message.params is not None:
+            self._params = message.params
+        now, params = self._engine.now(), self._params
         try:
-            self._add_to_engine(message, now)
+            if params.grammar is None:
+                self._add_to_engine(message, params, now)
+            else:
+                grammar = self._engine.grammars.submit(params.grammar)
+                self._compiling.append(_Compiling(message, params, now, grammar))
         except InvalidRequestError as error:
-            self._refuse(message, FinishReason.ERROR, error.message)
+            self._refuse(choice_ids(message.request_id, params.n), FinishReason.ERROR, error.message)
+        except TooManyWaitError as error:
+            self._refuse(choice_ids(message.request_id, params.n), FinishReason.BUSY, str(error))
 
     def _add_to_engine(
-        self, message: messages.Add, arrival_time: float, grammar: CompiledGrammar | None = None
+        self,
+        message: messages.Add,
+        params: SamplingParams,
+        arrival_time: float,
+        grammar: CompiledGrammar | None = None,
     ) -> None:
         self._engine.add(
             message.request_id,
             message.prompt_token_ids,
-            message.params,
+            params,
             tenant=message.tenant,
             cache_salt=message.cache_salt,
             priority=message.priority,
@@ -147,43 +184,52 @@ class EngineLoop:
         )
 
     def _add_compiled(self) -> bool:
-        """Queue the requests whose grammars are ready, answer those whose are refused; whether there were any."""
-        ready = [request for request in self._compiling if request.grammar.done()]
-        self._compiling = [request for request in self._compiling if request not in ready]
-        for request in ready:
-            message = request.message
-            try:
-                self._add_to_engine(message, request.arrival_time, request.grammar.result())
-            except InvalidRequestError as error:
-                self._refuse(message, FinishReason.REFUSED, error.message)
-            except Exception as error:
-                logger.exception("the grammar of %s cannot be compiled", message.request_id)
-                self._refuse(message, FinishReason.ERROR, f"its grammar cannot be compiled: {error}")
-            for choice_id in request.aborted:
-                self._engine.abort(choice_id)
-        return bool(ready)
+        """Queue the requests whose grammars are ready, end those whose deadline has come; whether there were any."""
+        now = self._engine.now()
+        leaving = [request for request in self._compiling if request.grammar.done() or request.deadline <= now]
+        for request in leaving:
+            self._compiling.remove(request)
+            if request.deadline <= now:
+                request.grammar.cancel()
+                late = [choice_id for choice_id in request.choices if choice_id not in request.aborted]
+                self._refuse(late, FinishReason.TIMEOUT)
+            else:
+                self._queue_compiled(request)
+        return bool(leaving)
+
+    def _queue_compiled(self, request: _Compiling) -> None:
+        try:
+            self._add_to_engine(request.message, request.params, request.arrival_time, request.grammar.result())
+        except InvalidRequestError as error:
+            self._refuse(request.choices, FinishReason.REFUSED, error.message, param="grammar")
+        except Exception as error:
+            logger.exception("the grammar of %s cannot be compiled", request.message.request_id)
+            self._refuse(request.choices, FinishReason.ERROR, f"its grammar cannot be compiled: {error}")
+        for choice_id in request.aborted:
+            self._engine.abort(choice_id)
 
     def _abort_compiling(self, choice_id: str) -> bool:
         """Whether it is a choice of a request whose grammar is being compiled; with the last of them that is gone."""
         for request in self._compiling:
-            choices = choice_ids(request.message.request_id, request.message.params.n)
-            if choice_id in choices:
+            if choice_id in request.choices:
                 request.aborted.add(choice_id)
-                if len(request.aborted) == len(choices):
+                if len(request.aborted) == request.params.n:
                     self._compiling.remove(request)
-                    request.grammar.cancel()  # if it has not begun, others' need not wait for it
+                    request.grammar.cancel()
                 return True
         return False
 
-    def _refuse(self, message: messages.Add, reason: FinishReason, why: str) -> None:
+    def _refuse(self, choices: list[str], reason: FinishReason, why: str = "", *, param: str = "") -> None:
         self._refused += [
-            RequestOutput(choice_id, [], finish_reason=reason.value, error=why)
-            for choice_id in choice_ids(message.request_id, message.params.n)
+            RequestOutput(choice_id, [], finish_reason=reason.value, error=why, param=param) for choice_id in choices
         ]
 
     def _answer(self, question: messages.Question) -> messages.Answer:
         try:
-            body = inspect(self._engine, question.what, question.argument)
+            if question.what == "frame":
+                body: Any = self._frames.next(full=question.argument == "full")
+            else:
+                body = inspect(self._engine, question.what, question.argument)
         except RequestNotFoundError as error:
             return messages.Answer(question.call, error=error.request_id, not_found=True)
         except InvalidRequestError as error:
@@ -237,17 +283,26 @@ def main(log_level: str) -> int:
         import pageframe.runtime.engine_builder  # noqa: F401
 
         socket = _connect(addresses.get())
-        _, config = messages.decode(socket.recv_multipart())
+        _, start = messages.decode(socket.recv_multipart())
         try:
-            engine = _start(config, socket)
+            engine = _start(start.config, socket)
+            recorder = _start_recorder(engine, start.recording)
         except StartupError as error:
             socket.send_multipart(messages.encode(b"failed", str(error)))
             socket.close(linger=5000)
             return 1
     socket.send_multipart(messages.encode(b"ready", engine.resolved))
-    EngineLoop(engine, socket).run()
+    EngineLoop(engine, socket, recorder).run()
+    if recorder is not None:
+        recorder.close()
     socket.close(linger=1000)
     return 0
+
+
+def _start_recorder(engine: Engine, config: messages.RecordingConfig | None) -> JournalRecorder | None:
+    if config is None:
+        return None
+    return JournalRecorder(engine, Path(config.path), max_bytes=config.max_bytes, with_token_ids=config.with_token_ids)
 
 
 def _connect(address: str) -> zmq.Socket[bytes]:

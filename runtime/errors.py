@@ -27,6 +27,10 @@ class InvalidRequestError(PageframeError):
         self.code = code
 
 
+class TooManyWaitError(PageframeError):
+    """As many requests wait as may; nothing was queued, and one that comes later may find a place."""
+
+
 class RequestNotFoundError(PageframeError):
     """No live request has this id."""
 

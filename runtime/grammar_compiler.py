@@ -43,7 +43,8 @@ class GrammarLimits:
 
     Args:
         source_bytes: of one grammar's source, as UTF-8.
-        cached_grammars, cached_bytes: compiled grammars that are kept, and their sources' bytes in all.
+        cached_grammars, cached_bytes: grammars that are remembered, compiled or refused, and their sources' characters
+            in all.
         num_trials: grammars tried at once.
     """
 
@@ -81,7 +82,8 @@ class GrammarCompiler:
         self._vocabulary: LLTokenizer | None = None
         self._trials: queue.LifoQueue[GrammarTrial] = queue.LifoQueue()
         self._lock = threading.Lock()
-        self._compiled: OrderedDict[GrammarSpec, CompiledGrammar] = OrderedDict()
+        #: Refusals too: to find out that a grammar takes too long takes as long again.
+        self._known: OrderedDict[GrammarSpec, CompiledGrammar | _RefusedError] = OrderedDict()
         self._cached_bytes = 0
         self._compiling: dict[GrammarSpec, Future[CompiledGrammar]] = {}
 
@@ -94,9 +96,18 @@ class GrammarCompiler:
         Raises:
             InvalidRequestError: it is no valid grammar, needs what llguidance does not have, or exceeds a limit.
         """
-        compiled = self._cached(spec)
-        if compiled is not None:
-            return compiled
+        try:
+            self._check_size(spec)
+            return self._cached(spec) or self._compile_once(spec)
+        except _RefusedError as error:
+            raise InvalidRequestError(f"{param} {error}", param=param) from None
+
+    def _check_size(self, spec: GrammarSpec) -> None:
+        size = len(spec.source.encode("utf-8", "surrogatepass"))
+        if size > self._limits.source_bytes:
+            raise _RefusedError(f"has {_name(spec)} of {size} bytes; at most {self._limits.source_bytes} are allowed")
+
+    def _compile_once(self, spec: GrammarSpec) -> CompiledGrammar:
         with self._lock:
             # Requests that bring the same grammar at the same time wait for the first of them.
             future = self._compiling.get(spec)
@@ -105,10 +116,12 @@ class GrammarCompiler:
                 future = self._compiling[spec] = Future()
         if is_first:
             self._fulfil(future, spec)
-        try:
-            return future.result()
-        except _RefusedError as error:
-            raise InvalidRequestError(f"{param} {error}", param=param) from None
+        return future.result()
+
+    def knows(self, spec: GrammarSpec) -> bool:
+        """Whether it was compiled or refused before and is remembered, so that `compile` takes no time, most likely."""
+        with self._lock:
+            return spec in self._known
 
     def prepare(self) -> None:
         """Do now what the first grammar would wait for, a second or two for a large vocabulary.
@@ -130,44 +143,47 @@ class GrammarCompiler:
 
     def _cached(self, spec: GrammarSpec) -> CompiledGrammar | None:
         with self._lock:
-            compiled = self._compiled.get(spec)
-            if compiled is not None:
-                self._compiled.move_to_end(spec)
-        if compiled is None or not compiled.is_worn_out():
-            return compiled
+            known = self._known.get(spec)
+            if known is not None:
+                self._known.move_to_end(spec)
+        if isinstance(known, _RefusedError):
+            raise _RefusedError(*known.args)
+        if known is None or not known.is_worn_out():
+            return known
         with self._lock:
-            if self._compiled.get(spec) is compiled:
+            if self._known.get(spec) is known:
                 self._drop(spec)
         return None
 
     def _fulfil(self, future: Future[CompiledGrammar], spec: GrammarSpec) -> None:
-        compiled = None
+        outcome: CompiledGrammar | BaseException
         try:
-            compiled = self._compile(spec)
+            outcome = self._compile(spec)
         except BaseException as error:
-            future.set_exception(error)
+            outcome = error
         with self._lock:
             del self._compiling[spec]
-            if compiled is not None:
-                self._keep(spec, compiled)
-        if compiled is not None:
-            future.set_result(compiled)
+            if isinstance(outcome, CompiledGrammar):
+                self._keep(spec, outcome)
+            elif isinstance(outcome, _RefusedError):
+                self._keep(spec, _RefusedError(*outcome.args))  # one that is never raised, so that it keeps no frames
+        if isinstance(outcome, BaseException):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)
 
-    def _keep(self, spec: GrammarSpec, compiled: CompiledGrammar) -> None:
-        """Cache it; what was used longest ago makes room."""
-        self._compiled[spec] = compiled
+    def _keep(self, spec: GrammarSpec, outcome: CompiledGrammar | _RefusedError) -> None:
+        """Remember it; what was asked for longest ago makes room."""
+        self._known[spec] = outcome
         self._cached_bytes += len(spec.source)
-        while len(self._compiled) > self._limits.cached_grammars or self._cached_bytes > self._limits.cached_bytes:
-            self._drop(next(iter(self._compiled)))
+        while len(self._known) > self._limits.cached_grammars or self._cached_bytes > self._limits.cached_bytes:
+            self._drop(next(iter(self._known)))
 
     def _drop(self, spec: GrammarSpec) -> None:
-        del self._compiled[spec]
+        del self._known[spec]
         self._cached_bytes -= len(spec.source)
 
     def _compile(self, spec: GrammarSpec) -> CompiledGrammar:
-        size = len(spec.source.encode("utf-8", "surrogatepass"))
-        if size > self._limits.source_bytes:
-            raise _RefusedError(f"has {_name(spec)} of {size} bytes; at most {self._limits.source_bytes} are allowed")
         vocabulary = self._load_vocabulary()
         try:
             grammar = to_llguidance(spec)

@@ -6,11 +6,16 @@ allocator hold, and keeps nothing itself.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pageframe.runtime.errors import InvalidRequestError, RequestNotFoundError
+from pageframe.runtime.journal import ArriveEvent
+from pageframe.runtime.journal_json import event_json
+from pageframe.runtime.prefix_tree import prefix_tree
 from pageframe.runtime.request import Request, RequestStatus
+from pageframe.runtime.story import tell, wait_in_words
 
 if TYPE_CHECKING:  # the API process needs EngineStats alone, and starts sooner without the engine's modules
     from pageframe.runtime.engine import Engine
@@ -18,6 +23,9 @@ if TYPE_CHECKING:  # the API process needs EngineStats alone, and starts sooner 
     from pageframe.runtime.scheduler import Scheduler
 
 Json = dict[str, Any]
+
+#: One answer holds at most so many.
+MAX_EVENTS = 2_000
 
 
 @dataclass(slots=True)
@@ -98,50 +106,32 @@ def _tokens_in_rows(scheduler: Scheduler) -> tuple[int, int]:
 
 
 def inspect(engine: Engine, what: str, argument: str = "") -> Json:
-    """Answer one question: "kv", "blocks", "requests", "request" (its id) or "steps" (from which step on).
+    """Answer one question, asked between two steps.
+
+    "kv", "blocks", "requests"; "request" and "story" (by id); "steps" and "events" (from which number on); "prefixes"
+    (how many chains at most).
 
     Raises:
-        RequestNotFoundError: no live or recently finished request has this id.
+        RequestNotFoundError: nothing is known of a request with this id.
         InvalidRequestError: `what` or `argument` is not one.
     """
-    if what == "kv":
-        return _kv(engine)
-    if what == "blocks":
-        return _blocks(engine)
-    if what == "requests":
-        live = engine.scheduler.live_requests()
-        requests = [_request(engine, request) for request in live]
-        return {"step": engine.scheduler.step, "now": engine.now(), "requests": requests}
-    if what == "request":
-        request = engine.scheduler.find(argument)
-        if request is None:
-            raise RequestNotFoundError(argument)
-        return {
-            "step": engine.scheduler.step,
-            "now": engine.now(),
-            **_request(engine, request),
-            "prefix": _newest_lookup(request),
-        }
-    if what == "steps":
-        return _steps(engine, argument)
-    raise InvalidRequestError(f"there is nothing to inspect under {what!r}")
+    answer = _ANSWERS.get(what)
+    if answer is None:
+        raise InvalidRequestError(f"there is nothing to inspect under {what!r}")
+    return answer(engine, argument)
 
 
-def _kv(engine: Engine) -> Json:
+def _kv(engine: Engine, argument: str) -> Json:
     stats, resolved = engine_stats(engine), engine.resolved
     prefix_cache, host_tier = engine.scheduler.blocks.prefix_cache, engine.scheduler.blocks.host_tier
     return {
         "step": stats.step,
         "block_size": resolved.block_size,
         "num_blocks": stats.num_blocks,
-        "blocks": {
-            "free": stats.blocks_free,
-            "cached": stats.blocks_cached,
-            "used": stats.blocks_used,
-            "pinned": stats.blocks_pinned,
-        },
+        "blocks": engine.scheduler.allocator.counts(),
         "slots": {"written": stats.slots_written, "wasted": stats.slots_wasted},
         "blocks_saved_by_sharing": stats.blocks_saved_by_sharing,
+        "contiguous_blocks": _contiguous_blocks(engine),
         "bytes": {
             "pool": resolved.pool_bytes,
             "per_block": resolved.kv_bytes_per_token * resolved.block_size,
@@ -162,7 +152,14 @@ def _kv(engine: Engine) -> Json:
     }
 
 
-def _blocks(engine: Engine) -> Json:
+def _contiguous_blocks(engine: Engine) -> int:
+    """Blocks that the running requests would hold if each had its longest context reserved, in one piece."""
+    tables, longest = engine.scheduler.tables, engine.resolved.max_model_len
+    running = (request for request in engine.scheduler.live_requests() if request.row >= 0)
+    return sum(tables.blocks_for(min(request.max_total_tokens, longest)) for request in running)
+
+
+def _blocks(engine: Engine, argument: str) -> Json:
     scheduler = engine.scheduler
     allocator, tables = scheduler.allocator, scheduler.tables
     block_size = tables.block_size
@@ -197,7 +194,31 @@ def _digest(prefix_cache: PrefixCache | None, block_id: int) -> str | None:
 
 
 def _request(engine: Engine, request: Request) -> Json:
-    """`num_computed_tokens` and the block table are of the context, which begins at token `context_start`; -1 in the
+    running = request.status is RequestStatus.RUNNING
+    return {
+        "id": request.request_id,
+        **request_origin(request),
+        **request_numbers(engine, request),
+        "block_table": engine.scheduler.tables.entries(request.row) if running else [],
+        "waits": [asdict(wait) for wait in request.waits if wait.until != wait.since],
+    }
+
+
+def request_origin(request: Request) -> Json:
+    """What a request came with, which never changes."""
+    return {
+        "tenant": request.tenant,
+        "priority": request.priority,
+        "seed": request.request_seed,
+        "num_prompt_tokens": request.num_prompt_tokens,
+        "max_total_tokens": request.max_total_tokens,
+    }
+
+
+def request_numbers(engine: Engine, request: Request) -> Json:
+    """How far a request has come.
+
+    `num_computed_tokens` and the block table are of the context, which begins at token `context_start`; -1 in the
     table is a block given back behind a window."""
     scheduler = engine.scheduler
     running = request.status is RequestStatus.RUNNING
@@ -206,31 +227,32 @@ def _request(engine: Engine, request: Request) -> Json:
     if running:
         num_tokens = request.context_start + int(scheduler.rows.num_tokens[row])
     return {
-        "id": request.request_id,
         "status": request.status.value,
         "finish_reason": None if request.finish_reason is None else request.finish_reason.value,
-        "tenant": request.tenant,
-        "priority": request.priority,
-        "seed": request.request_seed,
         "row": row if running else None,
         "num_tokens": num_tokens,
-        "num_prompt_tokens": request.num_prompt_tokens,
         "num_output_tokens": num_tokens - request.num_prompt_tokens,
-        "max_total_tokens": request.max_total_tokens,
         "num_computed_tokens": int(scheduler.rows.num_computed_tokens[row]) if running else 0,
         "num_cached_tokens": request.num_cached_tokens,
         "context_start": request.context_start,
         "leader": None if request.leader is None else request.leader.request_id,
         "num_preemptions": request.num_preemptions,
-        "block_table": scheduler.tables.entries(row) if running else [],
         "timings": {
             "arrived": request.arrival_time,
             "first_scheduled": request.first_scheduled_time,
             "first_token": request.first_token_time,
             "finished": request.finish_time,
         },
-        "waits": [asdict(wait) for wait in request.waits if wait.until != wait.since],
+        "wait": current_wait(request),
     }
+
+
+def current_wait(request: Request) -> str | None:
+    """What a request waits for now, in words; None where it does not."""
+    wait = request.waits[-1] if request.waits else None
+    if wait is None or wait.until is not None:
+        return None
+    return wait_in_words(wait.reason, wait.needed, wait.free, wait.behind)
 
 
 def _newest_lookup(request: Request) -> Json | None:
@@ -245,9 +267,65 @@ def _newest_lookup(request: Request) -> Json | None:
     }
 
 
-def _steps(engine: Engine, argument: str) -> Json:
-    text = argument or "0"
-    if not text.isdecimal():
-        raise InvalidRequestError(f"since is {argument!r}; it must be a step number, 0 or more", param="since")
-    since = int(text)
-    return {"steps": [asdict(record) for record in engine.steps if record.step >= since]}
+def _requests(engine: Engine, argument: str) -> Json:
+    requests = [_request(engine, request) for request in engine.scheduler.live_requests()]
+    return {"step": engine.scheduler.step, "now": engine.now(), "requests": requests}
+
+
+def _one_request(engine: Engine, request_id: str) -> Json:
+    request = engine.scheduler.find(request_id)
+    if request is None:
+        raise RequestNotFoundError(request_id)
+    return {
+        "step": engine.scheduler.step,
+        "now": engine.now(),
+        **_request(engine, request),
+        "prefix": _newest_lookup(request),
+    }
+
+
+def _story(engine: Engine, request_id: str) -> Json:
+    """What happened to a request, as far as the journal goes back; `complete`: that is to its arrival."""
+    sentences = tell(engine.journal, request_id)
+    if not sentences:
+        raise RequestNotFoundError(request_id)
+    return {
+        "id": request_id,
+        "sentences": [asdict(sentence) for sentence in sentences],
+        "complete": sentences[0].kind == ArriveEvent.kind,
+    }
+
+
+def _steps(engine: Engine, since: str) -> Json:
+    return {"steps": [asdict(record) for record in engine.steps_since(_number("since", since or "0"))]}
+
+
+def _events(engine: Engine, since: str) -> Json:
+    """At most MAX_EVENTS events from number `since` on: `first` is the number of the first of them, `next` that of the
+    event behind the last. Where `first` is more than asked for, the events between are held no more."""
+    journal = engine.journal
+    first = max(_number("since", since or "0"), journal.first)
+    events = [event_json(number, event) for number, event in enumerate(journal.since(first, MAX_EVENTS), first)]
+    return {"first": first, "next": first + len(events), "events": events}
+
+
+def _prefixes(engine: Engine, limit: str) -> Json:
+    return prefix_tree(engine, _number("limit", limit))
+
+
+def _number(name: str, text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise InvalidRequestError(f"{name} is {text!r}; it must be a number, 0 or more", param=name)
+    return int(text)
+
+
+_ANSWERS: dict[str, Callable[[Engine, str], Json]] = {
+    "kv": _kv,
+    "blocks": _blocks,
+    "requests": _requests,
+    "request": _one_request,
+    "story": _story,
+    "steps": _steps,
+    "events": _events,
+    "prefixes": _prefixes,
+}

@@ -6,13 +6,14 @@ has an event, so that the journal alone rebuilds them.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
+# Not frozen: making a frozen object takes more than twice as long, and a step makes dozens. Nobody changes an event.
 
-@dataclass(slots=True, frozen=True, kw_only=True)
+
+@dataclass(slots=True, kw_only=True)
 class Event:
     """What every event has. `time` is in seconds, of the engine's clock."""
 
@@ -22,7 +23,7 @@ class Event:
     request_id: str
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class ArriveEvent(Event):
     """`leader`: the choice that computes the prompt for this one too, or ""."""
 
@@ -35,7 +36,7 @@ class ArriveEvent(Event):
     leader: str
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class GrammarEvent(Event):
     """A request that arrived has a grammar of this `kind_of_grammar`, which its text will follow."""
 
@@ -43,25 +44,26 @@ class GrammarEvent(Event):
     kind_of_grammar: str
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class WaitEvent(Event):
-    """A request cannot go on, from now on. `reason`: "blocks" (the head of the queue needs `needed`, `free` are free),
-    "rows" (as many requests run as may) or "budget" (the step's tokens went to others)."""
+    """A request cannot go on, from now on. `reason` is as in request.Wait; `behind` is who stands before it in the
+    order of service, or for "group" the choice that computes the prompt: "" for nobody."""
 
     kind: ClassVar[str] = "wait"
     reason: str
     needed: int
     free: int
+    behind: str
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class AdmitEvent(Event):
     kind: ClassVar[str] = "admit"
     row: int
     num_tokens: int
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class AllocateEvent(Event):
     """Blocks appended to a row, from logical index `first_index` on."""
 
@@ -71,7 +73,7 @@ class AllocateEvent(Event):
     block_ids: tuple[int, ...]
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class ChunkEvent(Event):
     """Prompt tokens [start, start + num_tokens) are computed in this step."""
 
@@ -81,7 +83,7 @@ class ChunkEvent(Event):
     num_tokens: int
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class PreemptEvent(Event):
     """Its blocks went to `for_request` (itself: it was the last in the order). It had computed `num_computed_tokens`;
     what of them is still in the prefix cache when it comes back is found."""
@@ -92,7 +94,14 @@ class PreemptEvent(Event):
     num_computed_tokens: int
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
+class FirstTokenEvent(Event):
+    """Its first token was drawn."""
+
+    kind: ClassVar[str] = "first_token"
+
+
+@dataclass(slots=True, kw_only=True)
 class FinishEvent(Event):
     """It ended. A second one corrects the first: its text turned out to have stopped earlier."""
 
@@ -101,7 +110,7 @@ class FinishEvent(Event):
     num_output_tokens: int
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class FreeEvent(Event):
     """A row's references were dropped, in logical order, and the row with them."""
 
@@ -110,7 +119,7 @@ class FreeEvent(Event):
     block_ids: tuple[int, ...]
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class ReleaseEvent(Event):
     """References from logical index `first_index` on were dropped: no kernel looks behind the window again."""
 
@@ -120,7 +129,7 @@ class ReleaseEvent(Event):
     block_ids: tuple[int, ...]
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class SlideEvent(Event):
     """Its context was full; the next one begins at token `context_start`, positions from 0, and is computed anew."""
 
@@ -129,7 +138,7 @@ class SlideEvent(Event):
     context_start: int
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class HitEvent(Event):
     """The first `num_blocks` blocks were found computed, `num_copied` of them in host memory.
 
@@ -144,7 +153,7 @@ class HitEvent(Event):
     compute_seconds: float
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class MissEvent(Event):
     """Why the lookup went no further than `num_blocks` blocks, and the numbers of that: see prefix_cache.Lookup."""
 
@@ -156,7 +165,7 @@ class MissEvent(Event):
     compute_seconds: float
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class ShareEvent(Event):
     """Blocks that others hold too, or that were cached, appended to a row from logical index `first_index` on."""
 
@@ -166,7 +175,7 @@ class ShareEvent(Event):
     block_ids: tuple[int, ...]
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class PublishEvent(Event):
     """Full blocks of a row, from logical index `first_index` on, can be found from now on. -1 stands for one that stays
     private, because its tokens were indexed already."""
@@ -177,7 +186,7 @@ class PublishEvent(Event):
     block_ids: tuple[int, ...]
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class EvictEvent(Event):
     """What a block held can't be found there any more; `request_id` computed it.
 
@@ -191,7 +200,7 @@ class EvictEvent(Event):
     reason: str
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class LoseEvent(Event):
     """What `host_slot` held can't be found there any more; `request_id` computed it."""
 
@@ -199,7 +208,7 @@ class LoseEvent(Event):
     host_slot: int
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class ResetEvent(Event):
     """All that was computed is forgotten; `num_blocks` could be found until now."""
 
@@ -207,7 +216,7 @@ class ResetEvent(Event):
     num_blocks: int
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class CopyEvent(Event):
     """A block will be copied before the next forward pass: see block_copy.BlockCopy."""
 
@@ -217,7 +226,7 @@ class CopyEvent(Event):
     dst: int
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class ForkEvent(Event):
     """A choice goes on from the `num_tokens` tokens that `leader` has computed, in a row of its own; where none was to
     be had, `row` is -1 and it waits."""
@@ -228,7 +237,7 @@ class ForkEvent(Event):
     num_tokens: int
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class PinEvent(Event):
     """Blocks that a copy in flight needs are kept from being handed out."""
 
@@ -236,10 +245,41 @@ class PinEvent(Event):
     block_ids: tuple[int, ...]
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class UnpinEvent(Event):
     kind: ClassVar[str] = "unpin"
     block_ids: tuple[int, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class StepEvent(Event):
+    """A step has ended; `request_id` is "".
+
+    Args:
+        started, seconds: when it began and how long it took, of the engine's clock.
+        num_requests, prefill_tokens, decode_tokens, token_budget: of its plan.
+        num_running, num_waiting: requests behind it.
+        free, cached, used, pinned: blocks behind it, by state.
+        evicted: blocks whose contents were given up since the step before.
+        lookup_tokens, hit_tokens: totals until now, see Scheduler.
+    """
+
+    kind: ClassVar[str] = "step"
+    started: float
+    seconds: float
+    num_requests: int
+    prefill_tokens: int
+    decode_tokens: int
+    token_budget: int
+    num_running: int
+    num_waiting: int
+    free: int
+    cached: int
+    used: int
+    pinned: int
+    evicted: int
+    lookup_tokens: int
+    hit_tokens: int
 
 
 EventT = TypeVar("EventT", bound=Event)
@@ -249,7 +289,9 @@ class Journal:
     """A bounded ring of events: the oldest are dropped. Events are numbered from 0 in the order written."""
 
     def __init__(self, capacity: int = 65_536) -> None:
-        self._events: deque[Event] = deque(maxlen=capacity)
+        self._capacity = capacity
+        #: Event number n is at n modulo the capacity.
+        self._ring: list[Event] = []
         self._written = 0
         #: Of the events to come.
         self.step = 0
@@ -263,18 +305,39 @@ class Journal:
         """Write an event of the current step and time."""
         self.write(event_type(step=self.step, time=self.time, request_id=request_id, **numbers))
 
+    def write(self, event: Event) -> None:
+        if self._written < self._capacity:
+            self._ring.append(event)
+        else:
+            self._ring[self._written % self._capacity] = event
+        self._written += 1
+
     def __len__(self) -> int:
-        return len(self._events)
+        return len(self._ring)
 
     @property
     def written(self) -> int:
-        """Events ever written; the oldest still held has number `written - len(self)`."""
+        """Events ever written, and the number of the next."""
         return self._written
 
-    def write(self, event: Event) -> None:
-        self._events.append(event)
-        self._written += 1
+    @property
+    def first(self) -> int:
+        """The number of the oldest event still held."""
+        return self._written - len(self._ring)
+
+    def since(self, number: int, limit: int | None = None) -> list[Event]:
+        """Events from number `number` on that are still held, oldest first, at most `limit`. Reads no others."""
+        start = max(number, self.first)
+        stop = self._written if limit is None else min(self._written, start + limit)
+        if start >= stop:
+            return []
+        begin, end = start % self._capacity, stop % self._capacity
+        return self._ring[begin:end] if begin < end else self._ring[begin:] + self._ring[:end]
 
     def __iter__(self) -> Iterator[Event]:
         """Events still held, oldest first."""
-        return iter(self._events)
+        return iter(self.since(0))
+
+
+#: Every kind of event, by its name.
+EVENT_KINDS: dict[str, type[Event]] = {event_type.kind: event_type for event_type in Event.__subclasses__()}

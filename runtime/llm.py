@@ -108,7 +108,8 @@ class LLM:
             one result per prompt, in order.
 
         Raises:
-            InvalidRequestError: a prompt or its parameters can never be served; nothing was generated.
+            InvalidRequestError: a prompt or its parameters can never be served, or they leave no token that may come
+                next; there are no results.
             EngineError: a forward pass failed.
         """
         many = _as_list(prompts)
@@ -175,6 +176,8 @@ class LLM:
         """Add a step's output to a result; whether that was its last."""
         if output.finish_reason == FinishReason.ERROR.value:
             raise EngineError(output.error)
+        if output.finish_reason == FinishReason.REFUSED.value:
+            raise InvalidRequestError(output.error, param=output.param or None)
         if output.prompt_logprobs:
             choice.whole.prompt_logprobs = output.prompt_logprobs
         result = choice.result

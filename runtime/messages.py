@@ -16,12 +16,32 @@ from pageframe.runtime.request import RequestOutput, SamplingParams
 
 
 @dataclass(slots=True)
+class RecordingConfig:
+    """Where the journal is recorded: see journal_recorder.py. `path` is absolute."""
+
+    path: str
+    max_bytes: int
+    with_token_ids: bool
+
+
+@dataclass(slots=True)
+class Start:
+    """What the engine is to be."""
+
+    config: EngineConfig
+    recording: RecordingConfig | None = None
+
+
+@dataclass(slots=True)
 class Add:
-    """A request with all its choices, each of which has an id of its own from here on: see request.choice_ids."""
+    """A request with all its choices, each of which has an id of its own from here on: see request.choice_ids.
+
+    `params`: None where they are those of the Add before, since they may be long and many prompts may share them.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
-    params: SamplingParams
+    params: SamplingParams | None
     tenant: str
     cache_salt: str
     priority: int
@@ -65,10 +85,15 @@ class Answer:
 
 @dataclass(slots=True)
 class Step:
-    """What a step gave; with no outputs, just news of the gauges."""
+    """What a step gave; with no outputs, just news of the gauges.
+
+    `waits_for_grammars`: there is nothing to do until one of the requests' grammars is compiled. Said now and then for
+    as long as it is so.
+    """
 
     outputs: list[RequestOutput]
     stats: EngineStats
+    waits_for_grammars: bool = False
 
 
 @dataclass(slots=True)
@@ -79,7 +104,7 @@ class Loading:
 
 # To the engine: start, add, abort, finish, question, reset, shutdown. From it: loading, ready, failed, step, answer.
 MESSAGE_TYPES: dict[bytes, Any] = {
-    b"start": EngineConfig,
+    b"start": Start,
     b"add": Add,
     b"abort": str,
     b"finish": Finish,

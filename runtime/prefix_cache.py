@@ -47,6 +47,7 @@ class Entry:
         evicted_step: when the last of them was lost.
         published_by: the request that computed it.
         used_step: when it was last published or found.
+        num_hits: how often a request went on from it.
         is_forgotten: it is no longer in the index, and nothing can be published behind it.
     """
 
@@ -59,6 +60,7 @@ class Entry:
     evicted_step: int = NO_PLACE
     published_by: str = ""
     used_step: int = 0
+    num_hits: int = 0
     is_forgotten: bool = False
     _digest: bytes = b""
 
@@ -119,6 +121,8 @@ class PrefixCache:
         #: How many roots have a first block with these tokens: tells a differing prompt from one under another salt.
         self._first_blocks: dict[bytes, int] = {}
         self._num_entries = 0
+        #: Blocks whose contents were given up, so far.
+        self.num_evictions = 0
         #: Changes whenever a lookup may have another answer than before.
         self.generation = 0
         allocator.on_evict = self._block_is_reused
@@ -161,6 +165,7 @@ class PrefixCache:
         """A request goes on from these. None of their copies in host memory is given up before the next call."""
         for entry in entries:
             entry.used_step = self._journal.step
+            entry.num_hits += 1
         if self.host_tier is not None:
             self.host_tier.hold([entry.host_slot for entry in entries if entry.host_slot != NO_PLACE])
 
@@ -222,16 +227,20 @@ class PrefixCache:
         if self.host_tier is not None and entry.host_slot == NO_PLACE:
             entry.host_slot = self.host_tier.store(entry, block_id, self._lose_host_copy)
         entry.block_id = NO_PLACE
+        self._note_eviction(entry, block_id, "reused")
+        if not entry.is_held:
+            self._remember_evicted(entry)
+
+    def _note_eviction(self, entry: Entry, block_id: int, reason: str) -> None:
+        self.num_evictions += 1
         self._journal.note(
             EvictEvent,
             entry.published_by,
             block_id=block_id,
-            host_slot=entry.host_slot,
+            host_slot=entry.host_slot if reason == "reused" else NO_PLACE,
             idle_steps=self._journal.step - entry.used_step,
-            reason="reused",
+            reason=reason,
         )
-        if not entry.is_held:
-            self._remember_evicted(entry)
 
     def _lose_host_copy(self, entry: Entry) -> None:
         self._journal.note(LoseEvent, entry.published_by, host_slot=entry.host_slot)
@@ -249,14 +258,7 @@ class PrefixCache:
             entry.block_id = NO_PLACE
             self.generation += 1
             self.allocator.clear_indexed(block_id)
-            self._journal.note(
-                EvictEvent,
-                entry.published_by,
-                block_id=block_id,
-                host_slot=NO_PLACE,
-                idle_steps=self._journal.step - entry.used_step,
-                reason=reason,
-            )
+            self._note_eviction(entry, block_id, reason)
             if entry.host_slot != NO_PLACE:
                 self.forget_host_copies([entry.host_slot])
             else:
@@ -321,6 +323,14 @@ class PrefixCache:
             root.is_forgotten = True
 
     # ---- for people and tests -------------------------------------------------------------------------------------
+
+    def roots(self) -> list[Entry]:
+        """The entries that everything else hangs from, one for each salt."""
+        return list(self._roots.values())
+
+    def entries(self) -> list[Entry]:
+        """All entries but the roots, those without a block too; a parent stands before what was published behind it."""
+        return list(self._index.values())
 
     def digest(self, entry: Entry) -> str:
         """16 hex digits that name an entry's whole prefix, salt included. For display: nothing is decided by it.

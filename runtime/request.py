@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import numpy as np
@@ -44,8 +44,10 @@ class FinishReason(str, Enum):
     ABORT = "abort"
     ERROR = "error"
     TIMEOUT = "timeout"
-    #: It never ran: the request itself was at fault, and only the engine could tell.
+    #: The request itself was at fault, and only the engine could tell, maybe when it had begun.
     REFUSED = "refused"
+    #: It never ran: too much of what it needs first waits already. Later there may be room.
+    BUSY = "busy"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +135,13 @@ class SamplingParams:
         self._check_stop()
         if self.logit_bias or self.bad_words_ids or self.allowed_token_ids:
             self._check_tokens()
+
+    def without_lists(self) -> SamplingParams:
+        """The same without what may be long: of a grammar its kind is left, of the ids that rules name nothing."""
+        if self.grammar is None and not (self.logit_bias or self.bad_words_ids or self.allowed_token_ids):
+            return self
+        grammar = None if self.grammar is None else GrammarSpec(self.grammar.kind)
+        return replace(self, logit_bias={}, bad_words_ids=(), allowed_token_ids=(), grammar=grammar)
 
     def _check_tokens(self) -> None:
         object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
@@ -222,7 +231,9 @@ class RequestOutput:
         num_cached_tokens: prompt tokens found computed at admission.
         queued_seconds: on a request's first output, from its arrival at the engine to its first step; -1 on others.
         prefill_seconds: likewise, from its first step to its first token.
-        error: what failed, when finish_reason is "error"; what is wrong with the request, when it is "refused".
+        error: what failed, when finish_reason is "error"; what is wrong with the request, when it is "refused"; what
+            there is too much of, when it is "busy".
+        param: the field at fault, when finish_reason is "refused" and one is.
         prompt_logprobs: where asked for, on the first output of the choice that computed the prompt: one for each
             token of the prompt but its first. None on all others, and where the prompt is one token.
     """
@@ -237,6 +248,7 @@ class RequestOutput:
     prefill_seconds: float = -1.0
     error: str = ""
     prompt_logprobs: list[TokenLogprobs] | None = None
+    param: str = ""
 
 
 @dataclass(slots=True)
@@ -247,6 +259,8 @@ class Wait:
         reason: "queue" (behind the head of the queue), "blocks" (needs `needed`, `free` are free), "rows" (all
             `max_num_requests` are taken), "budget" (the step's tokens went to others) or "group" (its first choice
             computes the prompt for all).
+        behind: who stood before it in the order of service when the wait began, "" for nobody; for "group" that first
+            choice.
         since, until: seconds of the engine's clock; None while it lasts.
     """
 
@@ -255,6 +269,7 @@ class Wait:
     needed: int = 0
     free: int = 0
     until: float | None = None
+    behind: str = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -323,6 +338,12 @@ class Request:
     def context(self) -> npt.NDArray[np.int32]:
         """While it waits: the tokens that the model will see."""
         return self.token_ids[self.context_start :]
+
+    def let_go(self) -> None:
+        """It has ended and is kept to be looked at: drop what is long and tells nothing then."""
+        self.matcher = None
+        self.prompt_logprobs = []
+        self.params = self.params.without_lists()
 
     def truncate(self, num_tokens: int) -> None:
         """Drop the tokens behind the first `num_tokens`."""

@@ -54,6 +54,17 @@ class RequestQueues:
         """Running requests that stand behind `request` in the order."""
         return self.running[bisect_right(self.running, request.order, key=_order) :]
 
+    def ahead_of(self, request: Request) -> str:
+        """The id of who stands before a live request in the order of service, or of the leader that it follows; "" for
+        nobody."""
+        if request.leader is not None:
+            return request.leader.request_id
+        is_running = request.status is RequestStatus.RUNNING
+        queue = self.running if is_running else self.waiting
+        place = bisect_left(queue, request.order, key=_order)
+        before = queue[:place] or ([] if is_running else self.running)
+        return before[-1].request_id if before else ""
+
     # ---- moving about ---------------------------------------------------------------------------------------------
 
     def add(self, choices: Sequence[Request]) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from itertools import pairwise
@@ -21,29 +20,24 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pageframe.kernels.triton.sampling_rules import token_masses
 from pageframe.kernels.triton.sampling_table import Draws
 from pageframe.runtime.philox import NOISE_SPAN, gumbel, gumbel_bound, token_words
 from pageframe.runtime.request import GREEDY_BELOW, TokenLogprobs
+from pageframe.runtime.sampling_filters import (
+    Candidates,
+    allowed_logits,
+    find_candidates,
+    likeliest,
+    reach,
+    ruled_logits,
+)
 from pageframe.runtime.step_plan import NO_TOKEN, SamplingBatch, ScoredTokens, StepResult
-from pageframe.runtime.token_rules import TokenRules, unpack
 
 Float32s = npt.NDArray[np.float32]
 Int64s = npt.NDArray[np.int64]
 
 # Rows are drawn together until they have this many candidates: more no longer fit the CPU's caches.
 _DRAWN_TOGETHER = 16_384
-# top_p's histogram reaches 32 below the best; what is further away has no mass and shares the last bin.
-_BINS_PER_UNIT = np.float32(16)
-_NUM_BINS = 512
-_LAST_BIN = np.float32(_NUM_BINS - 1)
-# Where few tokens are within this distance, and all of the nucleus, those are sorted, without a histogram.
-_NEAR = np.float32(6)
-_SORTED_AT_ONCE = 128
-_SORTED_SHARE = 64
-# top_k's candidates are bounded by the largest of as many lanes, each of at least so many tokens.
-_LANES_PER_TOKEN = 4
-_LEAST_LANE = 8
 # Prompts' logprobs: logits of so many tokens are held at once.
 _SCORED_AT_ONCE = 64
 
@@ -129,19 +123,19 @@ def _sample_on_host(logits: torch.Tensor, batch: SamplingBatch) -> StepResult:
     wanted = np.flatnonzero(noisy | wrong | (batch.num_logprobs >= 0))
     host_rows = dict(zip(wanted.tolist(), _host_rows(logits, wanted), strict=True))
 
-    waiting: list[_Candidates] = []
+    waiting: list[Candidates] = []
     num_waiting = 0
     for row, values in host_rows.items():
         if not (noisy[row] or wrong[row]):
             continue
         if row in rules:
-            allowed = _ruled(values, best[row], banned.get(row, ()), rules[row])
+            allowed = ruled_logits(values, best[row], banned.get(row, ()), rules[row])
         else:
-            allowed = _allowed(values, best[row], banned.get(row, ()))
+            allowed = allowed_logits(values, best[row], banned.get(row, ()))
         if not len(allowed):
             token_ids[row] = NO_TOKEN
         elif noisy[row]:
-            waiting.append(_candidates(allowed, batch, row))
+            waiting.append(find_candidates(allowed, batch, row))
             num_waiting += len(waiting[-1].ids)
             if num_waiting >= _DRAWN_TOGETHER:
                 _draw(waiting, batch, token_ids)
@@ -151,7 +145,7 @@ def _sample_on_host(logits: torch.Tensor, batch: SamplingBatch) -> StepResult:
     if waiting:
         _draw(waiting, batch, token_ids)
     logprobs = {
-        row: _logprobs(_allowed(values, best[row], ()), int(token_ids[row]), int(batch.num_logprobs[row]))
+        row: _logprobs(allowed_logits(values, best[row], ()), int(token_ids[row]), int(batch.num_logprobs[row]))
         for row, values in host_rows.items()
         if batch.num_logprobs[row] >= 0 and token_ids[row] != NO_TOKEN
     }
@@ -188,22 +182,6 @@ def _sample_on_device(logits: torch.Tensor, batch: SamplingBatch) -> StepResult:
         token_ids[lost] = result.token_ids
         logprobs |= {int(lost[row]): found for row, found in result.logprobs.items()}
     return StepResult(token_ids, logprobs)
-
-
-@dataclass(frozen=True, slots=True)
-class _Candidates:
-    """What the filters leave of one row.
-
-    Args:
-        ids: int64, ascending, not empty.
-        logits: float32, theirs.
-        best: the row's largest logit.
-    """
-
-    row: int
-    ids: Int64s
-    logits: Float32s
-    best: np.float32
 
 
 def _rows(hidden: torch.Tensor, rows: Int64s) -> torch.Tensor:
@@ -243,133 +221,7 @@ def _host_rows(logits: torch.Tensor, rows: Int64s) -> Float32s:
     return host
 
 
-def _allowed(values: Float32s, best: np.float32, banned: tuple[int, ...]) -> Float32s:
-    """A row with banned ids at -inf and at least one finite logit; `values` itself where nothing is to be changed.
-
-    Args:
-        best: the largest of `values`, NaN if one of them is.
-    """
-    ids = [token_id for token_id in banned if 0 <= token_id < len(values)]
-    if np.isfinite(best) and not ids:
-        return values
-    largest = float(np.finfo(np.float32).max)
-    allowed: Float32s = np.nan_to_num(values, nan=-np.inf, posinf=largest, neginf=-np.inf)
-    allowed[ids] = -np.inf
-    if allowed.max() == -np.inf:
-        # All allowed ids are equal then, and all ids if none is allowed, since a token must be drawn.
-        allowed[:] = 0
-        if len(set(ids)) < len(allowed):
-            allowed[ids] = -np.inf
-    return allowed
-
-
-def _ruled(values: Float32s, best: np.float32, banned: tuple[int, ...], rules: TokenRules) -> Float32s:
-    """What `_allowed` makes of a row that has rules; of no length where its mask leaves nothing. A copy."""
-    changed = _allowed(values, best, ()).copy()
-    rules.apply(changed)
-    if rules.mask is None:
-        return _allowed(changed, changed.max(), banned)
-    may_come = unpack(rules.mask, len(values))
-    changed[~may_come] = -np.inf
-    if changed.max() == -np.inf:
-        changed[may_come] = 0
-    return changed if may_come.any() else changed[:0]
-
-
-def _candidates(values: Float32s, batch: SamplingBatch, row: int) -> _Candidates:
-    """Filters one row of logits without NaN and with a finite maximum."""
-    best, temperature = values.max(), batch.temperature[row]
-    ids = None
-    if 0 < batch.top_k[row] < len(values):
-        ids = np.sort(_likeliest(values, int(batch.top_k[row])))
-    if batch.top_p[row] < 1:
-        within = _nucleus(values if ids is None else values[ids], best, temperature, float(batch.top_p[row]))
-        ids = within if ids is None else ids[within]
-    ids = _near(values, ids, float(best), float(temperature), float(batch.min_p[row]))
-    return _Candidates(row, ids, values[ids], best)
-
-
-def _near(values: Float32s, ids: Int64s | None, best: float, temperature: float, min_p: float) -> Int64s:
-    """Of `ids` (None: of all), those that min_p leaves and that can win: NOISE_SPAN below the best none can.
-
-    p / p_best = exp((logit - best) / temperature), whatever the filters before left, since they leave the best.
-    """
-    # A float32 is at least the cut in float64 exactly when it is at least the cut rounded to float32.
-    cut = np.float32(best - _reach(temperature, min_p))
-    if ids is None:
-        return np.flatnonzero(values >= cut)
-    return ids[values[ids] >= cut]
-
-
-def _reach(temperature: float, min_p: float) -> float:
-    """How far below the best logit one may lie that min_p leaves and that can win."""
-    return (min(NOISE_SPAN, -math.log(min_p)) if min_p > 0 else NOISE_SPAN) * temperature
-
-
-def _likeliest(values: Float32s, count: int) -> Int64s:
-    """Indices of the `count` largest values, largest first, ties to the lower index."""
-    num_lanes = _LANES_PER_TOKEN * count
-    if num_lanes * _LEAST_LANE <= len(values):
-        # The count-th largest of the lanes' largest is at most the count-th largest of all.
-        lanes = values[: len(values) // num_lanes * num_lanes].reshape(-1, num_lanes).max(axis=0)
-        near = np.flatnonzero(values >= np.partition(lanes, num_lanes - count)[num_lanes - count])
-        found: Int64s = near[_likeliest_of_few(values[near], count)]
-        return found
-    return _likeliest_of_few(values, count)
-
-
-def _likeliest_of_few(values: Float32s, count: int) -> Int64s:
-    if count < len(values):
-        smallest = np.partition(values, len(values) - count)[len(values) - count]
-        above, level = np.flatnonzero(values > smallest), np.flatnonzero(values == smallest)
-        indices = np.concatenate((above, level[: count - len(above)]))
-    else:
-        indices = np.arange(len(values))
-    # Within equal values the indices ascend, and a stable sort leaves them so.
-    order: Int64s = indices[np.argsort(-values[indices], kind="stable")]
-    return order
-
-
-def _nucleus(values: Float32s, best: np.float32, temperature: np.float32, top_p: float) -> Int64s:
-    """Indices, ascending, of the shortest prefix, likeliest first, whose mass is at least top_p of all.
-
-    The sums are of whole numbers, hence exact: see `token_masses`.
-    """
-    with np.errstate(over="ignore"):
-        distance = best - values
-        distance /= temperature
-    masses = token_masses(distance)
-    target = float(np.ceil(top_p * masses.sum()))
-    near = distance < _NEAR
-    if np.count_nonzero(near) <= _SORTED_AT_ONCE + len(values) // _SORTED_SHARE:
-        indices = near.nonzero()[0]
-        if masses[indices].sum() >= target:
-            return np.sort(_shortest_prefix(values, masses, indices, target))
-    return _nucleus_by_histogram(values, distance, masses, target)
-
-
-def _nucleus_by_histogram(
-    values: Float32s, distance: Float32s, masses: npt.NDArray[np.float64], target: float
-) -> Int64s:
-    """`_nucleus` by sorting only the bin in which the mass reaches `target`; the bins before it are taken whole."""
-    bins = (distance.clip(0, _LAST_BIN / _BINS_PER_UNIT) * _BINS_PER_UNIT).astype(np.int32)
-    mass = np.bincount(bins, masses, minlength=_NUM_BINS).cumsum()
-    last_bin = int(mass.searchsorted(target))
-    mass_before = mass[last_bin - 1] if last_bin else 0.0
-    inside = (bins == last_bin).nonzero()[0]
-    kept = bins < last_bin
-    kept[_shortest_prefix(values, masses, inside, target - mass_before)] = True
-    return kept.nonzero()[0]
-
-
-def _shortest_prefix(values: Float32s, masses: npt.NDArray[np.float64], indices: Int64s, target: float) -> Int64s:
-    """The fewest of `indices`, likeliest first, whose mass is at least `target`."""
-    order = indices[_likeliest_of_few(values[indices], len(indices))]
-    found: Int64s = order[: int(masses[order].cumsum().searchsorted(target)) + 1]
-    return found
-
-
-def _draw(rows: list[_Candidates], batch: SamplingBatch, token_ids: npt.NDArray[np.int32]) -> None:
+def _draw(rows: list[Candidates], batch: SamplingBatch, token_ids: npt.NDArray[np.int32]) -> None:
     """Writes each row's token: the largest (logit - best) / temperature + noise, in float64, the lower id of equals.
 
     The rows share calls, whose cost is in their number, but no arithmetic.
@@ -410,7 +262,7 @@ def _logprobs(values: Float32s, token_id: int, count: int) -> TokenLogprobs:
     with np.errstate(over="ignore"):
         weights = np.exp(values - best)
     log_total = float(best) + math.log(float(weights.sum(dtype=np.float64)))
-    top_ids = _likeliest(values, min(count, len(values))).tolist() if count else []
+    top_ids = likeliest(values, min(count, len(values))).tolist() if count else []
     return TokenLogprobs(
         logprob=float(values[token_id]) - log_total,
         top_ids=top_ids,
@@ -425,7 +277,7 @@ def _score(logits: torch.Tensor, token_ids: Int64s, num_top: npt.NDArray[np.int3
         return logprobs_of(logits, token_ids, num_top)
     rows = logits.numpy()
     return [
-        _logprobs(_allowed(values, values.max(), ()), token_id, count)
+        _logprobs(allowed_logits(values, values.max(), ()), token_id, count)
         for values, token_id, count in zip(rows, token_ids.tolist(), num_top.tolist(), strict=True)
     ]
 
@@ -433,11 +285,11 @@ def _score(logits: torch.Tensor, token_ids: Int64s, num_top: npt.NDArray[np.int3
 def _draws(batch: SamplingBatch) -> Draws:
     """What the kernels need to know of each row."""
     temperature = np.where(batch.temperature < GREEDY_BELOW, np.float32(0), batch.temperature)
-    reach = [_reach(float(t), float(p)) for t, p in zip(temperature, batch.min_p, strict=True)]
+    reaches = [reach(float(t), float(p)) for t, p in zip(temperature, batch.min_p, strict=True)]
     return Draws(
         temperature=temperature,
         span=NOISE_SPAN * temperature.astype(np.float64),
-        reach=np.array(reach, np.float64),
+        reach=np.array(reaches, np.float64),
         top_k=batch.top_k,
         top_p=batch.top_p,
         seed=batch.seed,

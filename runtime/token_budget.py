@@ -21,6 +21,22 @@ def step_budget(num_decoding: int, max_num_batched_tokens: int, mixed_token_budg
     return min(max_num_batched_tokens, max(mixed_token_budget, 2 * num_decoding))
 
 
+def chunk_cost(num_tokens: int, num_unscored: int) -> int:
+    """What a chunk takes of a step's budget, of whose tokens all but the first `num_unscored` get logprobs.
+
+    A scored token counts twice. The logits of all of the vocabulary, and the sums over them, take a small model about
+    as long as the token itself, and a long chunk would make everybody wait for them.
+    """
+    return 2 * num_tokens - num_unscored
+
+
+def chunk_within(budget: int, num_unscored: int) -> int:
+    """The longest chunk that takes no more than `budget`; of one token at least, if that is not 0."""
+    if budget <= num_unscored:
+        return budget
+    return max(1, num_unscored + (budget - num_unscored) // 2)
+
+
 def share_token_budget(tokens_left: Sequence[int], budget: int) -> list[int]:
     """Share `budget` tokens among prefilling requests, given in the order of service.
 
@@ -32,7 +48,7 @@ def share_token_budget(tokens_left: Sequence[int], budget: int) -> list[int]:
         0                                      budget/2            3*budget/4        budget
 
     Args:
-        tokens_left: prompt tokens each still has to compute, each at least 1.
+        tokens_left: prompt tokens each still has to compute, each at least 1; or what they take, see `chunk_cost`.
         budget: tokens of this step that decoding requests left over.
 
     Returns:
@@ -44,7 +60,8 @@ def share_token_budget(tokens_left: Sequence[int], budget: int) -> list[int]:
     if len(shares) == 1:
         return [min(tokens_left[0], budget)]
     shortest = min(range(len(shares)), key=lambda index: (tokens_left[index], index))
-    shares[shortest] = min(tokens_left[shortest], max(1, budget // 4))
+    # A single token is the first one's, who is to get on in every step.
+    shares[shortest] = min(tokens_left[shortest], max(1, budget // 4)) if budget > 1 else 0
     remaining = budget - shares[shortest]
     half = max(1, budget // 2)
     # First pass: at most half each. Second pass: what nobody else can use.

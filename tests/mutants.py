@@ -61,7 +61,7 @@ class Mutant:
 MUTANTS = [
     Mutant(
         "blocks are published before they are written",
-        "scheduler:Scheduler._run",
+        "scheduler_state:SchedulerState._run",
         "self._queues.run(request)",
         "self._queues.run(request)\n"
         "    length = np.array([len(request.context)])\n"
@@ -226,13 +226,13 @@ MUTANTS = [
     ),
     Mutant(
         "an earlier request gives way to a later one",
-        "scheduler:Scheduler._preempt_last",
+        "scheduler_state:SchedulerState._preempt_last",
         "self._queues.running[-1]",
         "self._queues.running[0]",
     ),
     Mutant(
         "a leader's end takes its followers along",
-        "scheduler:Scheduler._end",
+        "scheduler_state:SchedulerState._end",
         "if request.followers and reason is not FinishReason.ERROR:",
         "if False:",
     ),

@@ -27,7 +27,8 @@ TORCH_USERS = {
 ENGINE_MAY_IMPORT = {"torch", "triton", "numpy", "safetensors", "tokenizers", "jinja2"}
 # Modules of the two processes' conversation; an engine used in-process never imports them.
 BETWEEN_PROCESSES = {
-    *(f"runtime/{name}.py" for name in ("messages", "engine_process", "engine_client", "engine_launch"))
+    f"runtime/{name}.py"
+    for name in ("messages", "engine_process", "engine_client", "engine_launch", "journal_recorder")
 }
 
 

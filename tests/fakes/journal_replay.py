@@ -1,5 +1,4 @@
-"""Rebuilds queues, block tables and the state of every block from the journal's events alone, and checks the order of
-service on the way.
+"""Checks every event of the journal against the state that the events before it rebuilt, and the order of service.
 
 It never looks at the scheduler; whoever compares the two does.
 """
@@ -8,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from itertools import islice
 
 from pageframe.runtime.journal import (
     AdmitEvent,
@@ -19,6 +17,7 @@ from pageframe.runtime.journal import (
     Event,
     EvictEvent,
     FinishEvent,
+    FirstTokenEvent,
     ForkEvent,
     FreeEvent,
     GrammarEvent,
@@ -26,23 +25,20 @@ from pageframe.runtime.journal import (
     Journal,
     LoseEvent,
     MissEvent,
-    PinEvent,
     PreemptEvent,
     PublishEvent,
     ReleaseEvent,
     ResetEvent,
     ShareEvent,
     SlideEvent,
-    UnpinEvent,
+    StepEvent,
     WaitEvent,
 )
+from pageframe.runtime.journal_state import NO_BLOCK, JournalState
 
-NO_BLOCK = -1
 
-
-class JournalReplay:
-    """State as the events tell it: `tables` row -> block ids, `running` id -> row, `waiting` ids, `following` choices
-    whose leader has not forked, `indexed` block ids.
+class JournalReplay(JournalState):
+    """A JournalState that refuses events which cannot follow from those before.
 
     Args:
         lenient: a request may be preempted and come back in one step. Where blocks are shared it needs fewer of its own
@@ -50,64 +46,53 @@ class JournalReplay:
     """
 
     def __init__(self, block_size: int, *, lenient: bool = False) -> None:
+        super().__init__()
         self.block_size = block_size
-        self.tables: dict[int, list[int]] = {}
-        self.running: dict[str, int] = {}
-        self.waiting: set[str] = set()
-        self.following: dict[str, str] = {}
-        self.indexed: set[int] = set()
         self.counts: Counter[str] = Counter()
         #: Whose prefixes a request may share, by id: whoever adds requests fills it in.
         self.salts: dict[str, tuple[str, ...]] = {}
-        self._published_by: dict[int, str] = {}
-        self._copied_by: dict[int, str] = {}
         self._lenient = lenient
-        self._references: Counter[int] = Counter()
-        self._pins: Counter[int] = Counter()
         self._forked_from: dict[str, str] = {}
         self._order: dict[str, tuple[int, int]] = {}
-        self._preempted: set[str] = set()
         self._ended: dict[str, str] = {}
+        self._got_token: set[str] = set()
         self._preempted_in: dict[str, int] = {}
         self._num_read = 0
         self._arrivals = 0
-        self._last_step, self._last_time = 0, float("-inf")
 
     def catch_up(self, journal: Journal) -> None:
         """Apply the events written since the last call."""
-        new = journal.written - self._num_read
-        assert new <= len(journal), "events were dropped before they were read"
-        self.apply(islice(journal, len(journal) - new, None))
+        assert journal.first <= self._num_read, "events were dropped before they were read"
+        self.apply(journal.since(self._num_read))
 
     def apply(self, events: Iterable[Event]) -> None:
         for event in events:
             self._num_read += 1
-            assert event.step >= self._last_step, "steps go backwards"
-            assert event.time >= self._last_time, "time goes backwards"
-            self._last_step, self._last_time = event.step, event.time
+            assert event.step >= self.step, "steps go backwards"
+            assert event.time >= self.time, "time goes backwards"
+            assert hasattr(self, f"_on_{event.kind}"), f"nobody checks events of kind {event.kind}"
             self.counts[event.kind] += 1
-            getattr(self, f"_on_{event.kind}")(event)
-
-    def state(self, block_id: int) -> str:
-        """A block's state, in the allocator's words."""
-        count, pins = self._references[block_id], self._pins[block_id]
-        if count:
-            return "used"
-        return "pinned" if pins else "cached" if block_id in self.indexed else "free"
+            super().apply((event,))
 
     # ---- requests -------------------------------------------------------------------------------------------------
 
     def _on_arrive(self, event: ArriveEvent) -> None:
         self._order[event.request_id] = (event.priority, self._arrivals)
         self._arrivals += 1
-        if event.leader:
-            self.following[event.request_id] = event.leader
-        else:
-            self.waiting.add(event.request_id)
+        super()._on_arrive(event)
 
     def _on_grammar(self, event: GrammarEvent) -> None:
         """It changes what is drawn, and nothing that is replayed."""
         assert event.request_id in self._order
+
+    def _before(self, request_id: str) -> str:
+        """Who stands before it in the order of service."""
+        place = self._order.__getitem__
+        queue = self.running if request_id in self.running else self.waiting
+        ahead = [other for other in queue if place(other) < place(request_id)]
+        if not ahead and queue is self.waiting:
+            ahead = list(self.running)
+        return max(ahead, key=place, default="")
 
     def _first_waiting(self) -> str:
         return min(self.waiting, key=self._order.__getitem__)
@@ -115,6 +100,14 @@ class JournalReplay:
     def _on_wait(self, event: WaitEvent) -> None:
         if event.reason == "budget":
             assert event.request_id in self.running, "only who has its blocks waits for the budget"
+            assert event.behind == self._before(event.request_id)
+            return
+        if event.reason == "group":
+            assert self.following[event.request_id] == event.behind
+            return
+        assert event.behind == self._before(event.request_id)
+        if event.reason == "queue":
+            assert event.request_id in self.waiting
             return
         assert event.request_id == self._first_waiting(), "only the first in the queue waits for blocks or rows"
         assert event.reason in ("blocks", "rows")
@@ -123,23 +116,20 @@ class JournalReplay:
         assert event.request_id == self._first_waiting(), f"{event.request_id} overtook {self._first_waiting()}"
         again_at_once = self._preempted_in.get(event.request_id) == event.step
         assert self._lenient or not again_at_once, f"{event.request_id} was preempted and admitted in one step"
-        self.waiting.remove(event.request_id)
+        assert event.request_id in self.waiting
         self._forked_from.pop(event.request_id, None)
-        self._open_row(event.request_id, event.row)
+        super()._on_admit(event)
 
     def _open_row(self, request_id: str, row: int) -> None:
         assert row not in self.tables, f"row {row} is taken"
-        self.running[request_id] = row
-        self.tables[row] = []
+        super()._open_row(request_id, row)
 
     def _on_fork(self, event: ForkEvent) -> None:
-        assert self.following.pop(event.request_id) == event.leader
-        if event.row == NO_BLOCK:
-            self.waiting.add(event.request_id)
-            return
-        assert event.leader in self.running, "a choice forks from one that holds nothing"
-        self._forked_from[event.request_id] = event.leader
-        self._open_row(event.request_id, event.row)
+        assert self.following[event.request_id] == event.leader
+        if event.row != NO_BLOCK:
+            assert event.leader in self.running, "a choice forks from one that holds nothing"
+            self._forked_from[event.request_id] = event.leader
+        super()._on_fork(event)
 
     def _on_chunk(self, event: ChunkEvent) -> None:
         assert self.running[event.request_id] == event.row
@@ -152,12 +142,12 @@ class JournalReplay:
         assert self._order[beneficiary] <= self._order[victim], f"{victim} gave way to a later request"
         assert self.running[victim] == event.row
         self._preempted_in[victim] = event.step
-        self._preempted.add(victim)
+        super()._on_preempt(event)
 
     def _on_slide(self, event: SlideEvent) -> None:
         assert event.request_id not in self.running, "blocks are freed before a context slides"
         assert event.context_start > 0
-        self.waiting.add(event.request_id)
+        super()._on_slide(event)
 
     def _on_finish(self, event: FinishEvent) -> None:
         request_id = event.request_id
@@ -166,19 +156,25 @@ class JournalReplay:
             assert (self._ended[request_id], event.reason) in (("length", "stop"), ("stop", "stop"))
             return
         self._ended[request_id] = event.reason
-        self.waiting.discard(request_id)
-        self.following.pop(request_id, None)
-        if event.reason != "error":
-            self._promote_follower(request_id)
+        super()._on_finish(event)
         del self._order[request_id]
         self._preempted_in.pop(request_id, None)
 
-    def _promote_follower(self, leader: str) -> None:
-        heirs = [follower for follower, other in self.following.items() if other == leader]
-        if heirs:
-            del self.following[heirs[0]]
-            self.waiting.add(heirs[0])
-            self.following.update(dict.fromkeys(heirs[1:], heirs[0]))
+    def _on_first_token(self, event: FirstTokenEvent) -> None:
+        assert event.request_id not in self._got_token, "a second first token"
+        self._got_token.add(event.request_id)
+
+    def _on_step(self, event: StepEvent) -> None:
+        assert event.num_running == len(self.running)
+        assert event.num_waiting == len(self.waiting)
+        assert event.num_requests == 0 or event.prefill_tokens + event.decode_tokens > 0
+        assert event.evicted == self.counts["evict"] - self.counts["evictions told"]
+        self.counts["evictions told"] = self.counts["evict"]
+        used = sum(count > 0 for count in self._references.values())
+        assert event.used == used
+        assert event.cached == sum(
+            not self._references[block_id] and not self._pins[block_id] for block_id in self.indexed
+        )
 
     # ---- blocks ---------------------------------------------------------------------------------------------------
 
@@ -186,11 +182,8 @@ class JournalReplay:
         assert self.running[event.request_id] == event.row
         assert event.block_ids, f"an event of kind {event.kind} for no blocks"
         table = self.tables[event.row]
-        if not table:
-            table += [NO_BLOCK] * event.first_index  # a fork of a row whose first blocks are behind the window
-        assert event.first_index == len(table), "a row must grow at its end"
-        table += event.block_ids
-        self._references.update(event.block_ids)
+        assert event.first_index == len(table) or not table, "a row must grow at its end"
+        super()._append(event)
 
     def _on_allocate(self, event: AllocateEvent) -> None:
         for block_id in event.block_ids:
@@ -202,7 +195,7 @@ class JournalReplay:
         for block_id in event.block_ids:
             assert self.state(block_id) in ("used", "cached"), f"block {block_id} is shared, but free"
             if leader is None:
-                self._check_salt(event.request_id, self._published_by[block_id])
+                self._check_salt(event.request_id, self.published_by[block_id])
             else:
                 assert block_id in self.tables[self.running[leader]]
         self._append(event)
@@ -210,62 +203,49 @@ class JournalReplay:
     def _check_salt(self, request_id: str, publisher: str) -> None:
         assert self.salts[request_id] == self.salts[publisher], f"{request_id} got what {publisher} may not share"
 
-    def _drop(self, block_ids: Iterable[int]) -> None:
-        self._references.subtract(block_ids)
-        assert min(self._references[block_id] for block_id in block_ids) >= 0
-
     def _on_free(self, event: FreeEvent) -> None:
-        assert self.running.pop(event.request_id) == event.row
-        held = [block_id for block_id in self.tables.pop(event.row) if block_id != NO_BLOCK]
+        assert self.running[event.request_id] == event.row
+        held = [block_id for block_id in self.tables[event.row] if block_id != NO_BLOCK]
         assert held == list(event.block_ids), "what is freed is not what was allocated"
-        self._drop(held)
-        if event.request_id in self._preempted:
-            self._preempted.remove(event.request_id)
-            self.waiting.add(event.request_id)
+        super()._on_free(event)
+        self._check_references(event.block_ids)
+
+    def _check_references(self, block_ids: Iterable[int]) -> None:
+        assert min((self.ref_count(block_id) for block_id in block_ids), default=0) >= 0
 
     def _on_release(self, event: ReleaseEvent) -> None:
         table, end = self.tables[event.row], event.first_index + len(event.block_ids)
         assert set(table[: event.first_index]) <= {NO_BLOCK}
         assert table[event.first_index : end] == list(event.block_ids)
-        table[event.first_index : end] = [NO_BLOCK] * len(event.block_ids)
-        self._drop(event.block_ids)
+        super()._on_release(event)
+        self._check_references(event.block_ids)
 
     def _on_publish(self, event: PublishEvent) -> None:
         table = self.tables[event.row]
         for index, block_id in enumerate(event.block_ids, event.first_index):
             if block_id != NO_BLOCK:
                 assert table[index] == block_id
-                self.indexed.add(block_id)
-                self._published_by[block_id] = event.request_id
+        super()._on_publish(event)
 
     def _on_evict(self, event: EvictEvent) -> None:
         assert event.reason == "failed" or self.state(event.block_id) == "cached"
-        self.indexed.remove(event.block_id)
-        assert event.host_slot == NO_BLOCK or event.host_slot in self._copied_by, "an eviction to where nothing is"
+        assert event.block_id in self.indexed
+        assert event.host_slot == NO_BLOCK or event.host_slot in self.host, "an eviction to where nothing is"
+        super()._on_evict(event)
 
     def _on_lose(self, event: LoseEvent) -> None:
-        del self._copied_by[event.host_slot]
+        assert event.host_slot in self.host
+        super()._on_lose(event)
 
     def _on_reset(self, event: ResetEvent) -> None:
         assert event.num_blocks == len(self.indexed)
-        self.indexed.clear()
-        self._copied_by.clear()
+        super()._on_reset(event)
 
     def _on_copy(self, event: CopyEvent) -> None:
-        if event.copy_kind == "to_host":
-            self._copied_by[event.dst] = self._published_by[event.src]
-            return
-        assert self.state(event.dst) == "used"
+        assert event.copy_kind == "to_host" or self.state(event.dst) == "used"
+        super()._on_copy(event)
         if event.copy_kind == "to_device":
-            self.indexed.add(event.dst)
-            self._published_by[event.dst] = self._copied_by[event.src]
-            self._check_salt(event.request_id, self._copied_by[event.src])
-
-    def _on_pin(self, event: PinEvent) -> None:
-        self._pins.update(event.block_ids)
-
-    def _on_unpin(self, event: UnpinEvent) -> None:
-        self._pins.subtract(event.block_ids)
+            self._check_salt(event.request_id, self.host[event.src])
 
     def _on_hit(self, event: HitEvent) -> None:
         assert event.request_id in self.running

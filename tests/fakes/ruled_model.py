@@ -246,13 +246,13 @@ def alone(
             may_not = forbidden(params, output, None if matcher is None else matcher.allowed())
             may_not |= {EOS} if len(output) < params.min_tokens else set()
         if len(may_not) == VOCAB_SIZE:
-            result.finish_reason = "error"
+            result.finish_reason = "refused"
             break
         logits = changed_logits(logits_of(context.seen(None)), params, prompt, output)
         logits[sorted(may_not)] = -np.inf
         token = draw(logits, params, seed, len(output))
         if matcher is not None and not matcher.accept(token):
-            result.finish_reason = "error"
+            result.finish_reason = "refused"
             break
         output.append(token)
         context.append(token)

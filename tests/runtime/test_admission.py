@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import pytest
 from fakes.chain_hash import VOCAB_SIZE
-from fakes.engines import tiny_config
+from fakes.engines import tiny_config, tiny_model
 
-from pageframe.runtime.admission import max_total_tokens
+from pageframe.runtime.admission import Door, max_total_tokens
 from pageframe.runtime.errors import InvalidRequestError
 from pageframe.runtime.request import MAX_TOTAL_TOKENS, SamplingParams
 
@@ -117,3 +118,43 @@ def test_min_tokens_may_exceed_the_room_where_max_tokens_does() -> None:
     assert max_total_tokens([5] * 10, params, SLIDING) == 210
     with pytest.raises(InvalidRequestError, match="max_tokens is 200"):
         max_total_tokens([5] * 10, params, RESOLVED)
+
+
+@pytest.mark.parametrize(
+    ("allowed", "message"),
+    [
+        ([3, 5, 3], "allowed_token_ids has an id more than once"),
+        ([0] * 71, "allowed_token_ids has 71 ids; the vocabulary has 70"),
+        ([0, 70], "allowed_token_ids has token id 70"),
+    ],
+)
+def test_allowed_ids_differ_and_are_no_more_than_there_are(allowed: list[int], message: str) -> None:
+    resolved = dataclasses.replace(RESOLVED, model=tiny_model(vocab_size=70))
+    assert max_total_tokens([5], SamplingParams(allowed_token_ids=list(range(70))), resolved) == 32
+    with pytest.raises(InvalidRequestError, match=message) as caught:
+        max_total_tokens([5], SamplingParams(allowed_token_ids=allowed), resolved)
+    assert caught.value.param == "allowed_token_ids"
+
+
+class CountedIds(tuple[int, ...]):
+    """How often it was gone through."""
+
+    times = 0
+
+    def __iter__(self) -> Iterator[int]:
+        type(self).times += 1
+        return super().__iter__()
+
+
+def test_what_the_prompts_of_a_request_share_is_checked_once() -> None:
+    door = Door(RESOLVED)
+    params = SamplingParams(max_tokens=20)
+    object.__setattr__(params, "stop_token_ids", CountedIds([1, 2]))
+    for _ in range(5):
+        assert door.max_total_tokens([5, 6], params) == 22
+    assert CountedIds.times == 1
+    with pytest.raises(InvalidRequestError, match="max_tokens is 20"):
+        door.max_total_tokens([5] * 13, params)
+    for wrong in (SamplingParams(stop_token_ids=[VOCAB_SIZE]),) * 2:
+        with pytest.raises(InvalidRequestError, match="stop_token_ids"):
+            door.max_total_tokens([5], wrong)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
@@ -14,13 +16,15 @@ import zmq.asyncio
 from fakes.chain_hash import ChainHashModel
 from fakes.engines import tiny_config
 
-from pageframe.runtime import engine_launch
+from pageframe.runtime import engine_client, engine_launch, engine_process, messages
 from pageframe.runtime.config import EngineConfig
 from pageframe.runtime.engine import Engine
 from pageframe.runtime.engine_client import EngineClient, OutputQueue
 from pageframe.runtime.engine_launch import launch_engine
 from pageframe.runtime.engine_process import EngineLoop
 from pageframe.runtime.errors import EngineDeadError, InvalidRequestError, StartupError
+from pageframe.runtime.grammar import CompiledGrammar, GrammarSpec
+from pageframe.runtime.grammar_service import GrammarService
 from pageframe.runtime.request import SamplingParams, choice_ids
 
 PATIENCE_SECONDS = 30.0
@@ -225,6 +229,77 @@ def test_a_lower_priority_is_served_first(tmp_path: Path) -> None:
         assert ended == ["early", "middle", "late"]
 
     with_client(tmp_path, work, engine)
+
+
+class ClockAhead:
+    """`time` for the client alone; the test moves it on."""
+
+    ahead = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead
+
+
+def test_an_engine_that_waits_for_a_grammar_is_not_stuck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says so itself, so one that says nothing still is."""
+    clock, release = ClockAhead(), threading.Event()
+    monkeypatch.setattr(engine_client, "time", clock)
+    monkeypatch.setattr(engine_process, "NEWS_SECONDS", 0.001)
+    engine = make_engine()
+
+    class Compiler:
+        def knows(self, spec: GrammarSpec) -> bool:
+            return False
+
+        def compile(self, spec: GrammarSpec, *, param: str) -> CompiledGrammar:
+            assert release.wait(PATIENCE_SECONDS)
+            raise InvalidRequestError("grammar is no use", param=param)
+
+    engine.grammars = GrammarService(Compiler)
+
+    async def work(client: EngineClient, process: asyncio.subprocess.Process) -> None:
+        queue = client.add("waits", PROMPT, SamplingParams(grammar=GrammarSpec("json_object")))
+        for _ in range(3):
+            clock.ahead += 1000
+            while client.seconds_since_progress() > 500:
+                await asyncio.sleep(0)
+        monkeypatch.setattr(engine, "step", list)
+        client.add("stuck", PROMPT, params(1))
+        while client.stats.num_waiting == 0:
+            await asyncio.sleep(0)
+        clock.ahead += 1000
+        await client.inspect("kv")
+        assert client.seconds_since_progress() > 500
+        release.set()
+        assert (await queue.get()).finish_reason == "refused"
+
+    try:
+        with_client(tmp_path, work, engine)
+    finally:
+        release.set()
+
+
+def test_prompts_of_one_request_tell_its_parameters_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared, others = params(2), params(1)
+    told: list[SamplingParams | None] = []
+    encode = messages.encode
+
+    def recording(kind: bytes, body: Any) -> list[bytes]:
+        if kind == b"add":
+            told.append(body.params)
+        return encode(kind, body)
+
+    monkeypatch.setattr(messages, "encode", recording)
+
+    async def work(client: EngineClient, process: asyncio.subprocess.Process) -> None:
+        requests = {"a": shared, "b": shared, "c": others, "d": shared}
+        queues = {name: client.add(name, PROMPT, one) for name, one in requests.items()}
+        for name, queue in queues.items():
+            tokens = await read_all(queue, choice_ids(name, requests[name].n))
+            assert {len(ids) for ids in tokens.values()} == {6}
+
+    with_client(tmp_path, work)
+    assert told == [shared, None, others, shared]
 
 
 def test_the_door_refuses_more_choices_than_can_run(tmp_path: Path) -> None:

@@ -611,6 +611,45 @@ def test_the_cache_is_bounded_by_grammars_and_bytes(tokenizer: Tokenizer) -> Non
         compiler.close()
 
 
+def test_refusals_are_remembered_within_the_same_bounds(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What takes the most that a grammar may takes it once, however often it comes."""
+    tried: list[str] = []
+
+    def complaint(self: GrammarTrial, grammar: str) -> str:
+        tried.append(grammar)
+        return "it takes more than 5 seconds to compile" if "Q" in grammar else ""
+
+    monkeypatch.setattr(GrammarTrial, "complaint", complaint)
+    limits = GrammarLimits(source_bytes=50, cached_grammars=2, cached_bytes=60, num_trials=1)
+    compiler = GrammarCompiler(tokenizer, VOCAB_SIZE, EOS, limits)
+
+    def refusal(source: str, param: str) -> str:
+        with pytest.raises(InvalidRequestError) as caught:
+            compiler.compile(GrammarSpec("regex", source), param=param)
+        assert caught.value.param == param
+        return caught.value.message
+
+    told = {refusal("Q", f"field{number}") for number in range(20)}
+    assert told == {
+        f"field{number} has a regular expression that cannot be used: it takes more than 5 seconds to compile"
+        for number in range(20)
+    }
+    assert len(tried) == 1
+    assert compiler.knows(GrammarSpec("regex", "Q"))
+    assert not compiler.knows(GrammarSpec("regex", "a"))
+    compiled = compiler.compile(GrammarSpec("regex", "a"))
+    refusal("a" * 51, "field")  # too long to be remembered
+    assert compiler.compile(GrammarSpec("regex", "a")) is compiled
+    refusal("Q", "field")
+    assert len(tried) == 2
+    refusal("QQ", "field")
+    refusal("Q", "field")
+    assert len(tried) == 3
+    refusal("QQQ", "field")
+    refusal("QQ", "field")  # the one asked for longest ago made room
+    assert len(tried) == 5
+
+
 def test_threads_that_ask_for_one_grammar_get_the_same(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
     good, bad = choice("together"), GrammarSpec("regex", "(together")
 

@@ -52,6 +52,8 @@ def test_kv_by_hand() -> None:
         # r0 has 12 tokens, of which 11 are written; r1 has 6, of which 3; five blocks have 20 slots.
         "slots": {"written": 14, "wasted": 2},
         "blocks_saved_by_sharing": 0,
+        # At their longest r0 has 13 tokens and r1 9.
+        "contiguous_blocks": 4 + 3,
         "bytes": {"pool": 2048, "per_block": 256, "per_token": 64},
         "requests": {"running": 2, "waiting": 0, "following": 0},
         "preemptions": 0,

@@ -14,6 +14,7 @@ from fakes.simulation import Simulation
 
 from pageframe.runtime import LLM, SamplingParams
 from pageframe.runtime import sampler as sampler_module
+from pageframe.runtime.journal import ChunkEvent
 from pageframe.runtime.sampler import Sampler
 from pageframe.runtime.step_plan import ScoredTokens
 
@@ -79,11 +80,39 @@ def test_a_preempted_prompt_is_not_scored_twice() -> None:
     assert late is not None
     request = simulation.engine.scheduler.find(late)
     assert request is not None
-    assert len(request.prompt_logprobs) == 8
+    assert len(request.prompt_logprobs) == 4, "a scored token counts twice"
     simulation.add(list(range(40, 60)), params(), priority=0)
     simulation.drain()
     assert request.num_preemptions == 1
     assert simulation.counts["scored prompts"] == 2
+
+
+def test_scored_tokens_count_in_the_budget_of_the_step() -> None:
+    """Twice, so that they delay those who decode no longer than a chunk of the same budget; what was scored before a
+    preemption counts once, and so do the tokens of others."""
+    simulation = Simulation(tiny_config(num_blocks=40, max_num_batched_tokens=16))
+    scored = simulation.add(list(range(10, 50)), params(max_tokens=10), priority=1)
+    assert scored is not None
+
+    def chunks() -> dict[str, int]:
+        simulation.step()
+        events = [event for event in simulation.engine.journal if event.step == simulation.engine.scheduler.step]
+        return {event.request_id: event.num_tokens for event in events if isinstance(event, ChunkEvent)}
+
+    assert chunks() == {scored: 8}
+    plain = simulation.add(list(range(60, 150)), params(max_tokens=2, prompt_logprobs=None))
+    assert chunks() == {plain: 8, scored: 4}
+    assert chunks() == {plain: 8, scored: 4}
+    simulation.add(list(range(160, 220)), params(max_tokens=1, prompt_logprobs=None))
+    assert scored not in chunks(), "it was meant to be preempted"
+    request = simulation.engine.scheduler.find(scored)
+    assert request is not None
+    assert (request.num_preemptions, len(request.prompt_logprobs)) == (1, 16)
+    found = []
+    while simulation.live:
+        found.append(chunks().get(scored, 0))
+    assert [count for count in found if count] == [10, 10, 8, 8, 4], "16 of the first 20 were known"
+    assert simulation.counts["scored prompts"] == 1
 
 
 def test_a_choice_that_forked_and_waits_finds_the_prompt_its_leader_scored() -> None:

@@ -8,7 +8,7 @@ import numpy.typing as npt
 import pytest
 
 from pageframe.kernels.triton.sampling_rules import MASS_BITS, token_masses
-from pageframe.runtime.sampler import _likeliest, _nucleus
+from pageframe.runtime.sampling_filters import likeliest, nucleus
 
 Float32s = npt.NDArray[np.float32]
 
@@ -35,7 +35,7 @@ def test_nucleus_is_the_shortest_prefix(spread: float, vocab_size: int, seed: in
     if seed == 2:
         logits = np.round(logits * 4) / 4
     for top_p in (0.05, 0.5, 0.9, 0.99):
-        kept = _nucleus(logits, logits.max(), np.float32(0.8), top_p)
+        kept = nucleus(logits, logits.max(), np.float32(0.8), top_p)
         assert kept.tolist() == nucleus_by_sorting(logits, 0.8, top_p)
 
 
@@ -49,7 +49,7 @@ def test_likeliest_are_the_first_of_the_sorted(kind: str, count: int) -> None:
         "equal": np.zeros(5000),
         "ascending": np.arange(5000),
     }[kind].astype(np.float32)
-    assert _likeliest(logits, count).tolist() == sorted_ids(logits)[:count]
+    assert likeliest(logits, count).tolist() == sorted_ids(logits)[:count]
 
 
 def test_masses_are_whole_numbers_close_to_the_weights() -> None:

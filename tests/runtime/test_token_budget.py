@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pageframe.runtime.token_budget import share_token_budget, step_budget
+from pageframe.runtime.token_budget import chunk_cost, chunk_within, share_token_budget, step_budget
 
 LEFT = st.lists(st.integers(1, 100), max_size=12)
 BUDGET = st.integers(0, 64)
@@ -62,16 +62,15 @@ def test_the_shortest_gets_a_quarter_and_no_other_more_than_half_while_another_w
     for index, share in enumerate(shares):
         another_waits = any(shares[other] < left for other, left in enumerate(tokens_left) if other != index)
         if index != shortest and another_waits:
-            assert share <= budget / 2
+            assert share <= max(1, budget / 2)
 
 
-@given(tokens_left=LEFT.filter(bool), extra=st.integers(0, 64))
-def test_the_first_in_the_order_always_progresses(tokens_left: list[int], extra: int) -> None:
-    """Fault 18: short requests do not starve a long prefill. The budget holds one token for each, as configured."""
-    budget = len(tokens_left) + extra
+@given(tokens_left=LEFT.filter(bool), budget=st.integers(1, 64))
+def test_the_first_in_the_order_always_progresses(tokens_left: list[int], budget: int) -> None:
+    """Fault 18: short requests do not starve a long prefill, however little decoding requests leave."""
     shares = share_token_budget(tokens_left, budget)
     shortest = min(tokens_left)
-    least = min(tokens_left[0], max(1, budget // 2), budget - max(1, min(shortest, budget // 4)))
+    least = min(tokens_left[0], max(1, budget // 2), max(1, budget - max(1, min(shortest, budget // 4))))
     assert shares[0] >= least if len(tokens_left) > 1 else shares[0] == min(tokens_left[0], budget)
     assert shares[0] > 0
 
@@ -103,3 +102,17 @@ def test_the_rest_goes_in_order(tokens_left: list[int], budget: int) -> None:
 )
 def test_a_step_with_decoding_requests_has_a_smaller_budget(num_decoding: int, mixed: int | None, budget: int) -> None:
     assert step_budget(num_decoding, 512, mixed) == budget
+
+
+@pytest.mark.parametrize("num_unscored", [0, 1, 3, 10])
+@pytest.mark.parametrize("budget", range(12))
+def test_the_longest_chunk_within_a_budget(budget: int, num_unscored: int) -> None:
+    """Scored tokens count twice; a single one is computed even where only 1 is left, so that its prompt goes on."""
+    fits = [n for n in range(20) if n + max(0, n - num_unscored) <= budget]
+    assert chunk_within(budget, num_unscored) == max([*fits, min(budget, 1)])
+
+
+@pytest.mark.parametrize("num_unscored", [0, 1, 5])
+def test_a_whole_prompt_is_the_chunk_within_what_it_costs(num_unscored: int) -> None:
+    for num_tokens in range(max(1, num_unscored), 20):
+        assert chunk_within(chunk_cost(num_tokens, num_unscored), num_unscored) == num_tokens
