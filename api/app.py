@@ -17,9 +17,10 @@ from starlette.types import ASGIApp
 from pageframe.api import inspect, routes
 from pageframe.api.chat import chat_completions
 from pageframe.api.completions import completions
+from pageframe.api.dashboard_files import dashboard, dashboard_file
 from pageframe.api.errors import ApiError, internal_error, to_api_error
 from pageframe.api.middleware import HostCheck, KeyCheck, RequestIds, check_admin
-from pageframe.api.openapi import request_body
+from pageframe.api.openapi import description, request_body
 from pageframe.api.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from pageframe.api.service import ServerState
 from pageframe.api.tokens import detokenize, tokenize
@@ -46,7 +47,14 @@ ADMIN_ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/inspect/blocks", inspect.inspect_blocks),
     ("GET", "/inspect/requests", inspect.inspect_requests),
     ("GET", "/inspect/requests/{request_id}", inspect.inspect_request),
+    ("GET", "/inspect/requests/{request_id}/story", inspect.inspect_story),
+    ("DELETE", "/inspect/requests/{request_id}", inspect.cancel_request),
     ("GET", "/inspect/steps", inspect.inspect_steps),
+    ("GET", "/inspect/prefixes", inspect.inspect_prefixes),
+    ("GET", "/inspect/events", inspect.inspect_events),
+    ("GET", "/inspect/live", inspect.inspect_live),
+    ("GET", "/dashboard", dashboard),
+    ("GET", "/dashboard/{name:path}", dashboard_file),
 )
 #: What the routes with a body take; each checks it itself.
 BODIES: dict[str, type[Body]] = {
@@ -66,6 +74,7 @@ def create_app(state: ServerState) -> ASGIApp:
     """The whole HTTP side over a state that may still be starting."""
     # The documentation pages would load scripts from elsewhere, so there are none; /openapi.json needs nothing.
     app = FastAPI(title="Pageframe", docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.openapi = lambda: description(app, state.service)  # type: ignore[method-assign]
     for method, path, handler in ROUTES:
         _add_route(app, method, path, handler, state)
     for method, path, handler in ADMIN_ROUTES:

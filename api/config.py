@@ -11,6 +11,7 @@ from pageframe.runtime.errors import ConfigError
 LOG_LEVELS = ("debug", "info", "warning", "error")
 MAX_PORT = 65535
 MAX_BODY_BYTES = 2**31
+MIN_JOURNAL_SIZE, MAX_JOURNAL_SIZE = 64 * 1024, 2**40
 MAX_DRAIN_TIMEOUT = 3600.0
 MAX_MAX_QUEUE = 1_000_000
 
@@ -42,6 +43,17 @@ class ServerConfig:
     drain_timeout: float = flag(
         30.0, "after SIGTERM or Ctrl-C, how long running requests may go on before they are cut off", unit="seconds"
     )
+    journal: str | None = flag(
+        None,
+        "record what the engine decides, and why, as lines of JSON in this file; no text, and tokens as keyed digests",
+        unit="file",
+    )
+    journal_size: int = flag(
+        64 * 1024**2,
+        "the recording goes on in a new file when one is about so large; four older ones are kept",
+        unit="bytes",
+    )
+    journal_token_ids: bool = flag(False, "record token ids, which anybody can read as text, instead of digests")
     log_level: str = flag("info", "least severe messages that are logged", choices=LOG_LEVELS)
 
     def __post_init__(self) -> None:
@@ -59,5 +71,11 @@ class ServerConfig:
             raise ConfigError(f"max_body_bytes is {self.max_body_bytes}; it must be from 1 to {MAX_BODY_BYTES}")
         if not math.isfinite(self.drain_timeout) or not 0 <= self.drain_timeout <= MAX_DRAIN_TIMEOUT:
             raise ConfigError(f"drain_timeout is {self.drain_timeout:g}; it must be from 0 to {MAX_DRAIN_TIMEOUT:g}")
+        if not MIN_JOURNAL_SIZE <= self.journal_size <= MAX_JOURNAL_SIZE:
+            raise ConfigError(
+                f"journal_size is {self.journal_size}; it must be from {MIN_JOURNAL_SIZE} to {MAX_JOURNAL_SIZE}"
+            )
+        if self.journal_token_ids and self.journal is None:
+            raise ConfigError("journal_token_ids needs journal: it says what is recorded there")
         if self.log_level not in LOG_LEVELS:
             raise ConfigError(f"log_level is {self.log_level!r}; it must be one of {', '.join(LOG_LEVELS)}")

@@ -5,11 +5,15 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
+from pageframe.api.encoding import json_response
 from pageframe.api.errors import shorten
+from pageframe.api.event_stream import EventStreamResponse
+from pageframe.api.journal_stream import journal_events, journal_lines
 from pageframe.api.service import ServerState
-from pageframe.runtime.errors import InvalidRequestError
+from pageframe.runtime.errors import InvalidRequestError, RequestNotFoundError
 
-MAX_STEP_DIGITS = 18
+MAX_DIGITS = 18
+DEFAULT_CHAINS = "500"
 
 
 async def inspect_kv(state: ServerState, request: Request) -> Response:
@@ -32,12 +36,60 @@ async def inspect_request(state: ServerState, request: Request) -> Response:
     return _answer(await state.ready().client.inspect("request", request.path_params["request_id"]))
 
 
+async def cancel_request(state: ServerState, request: Request) -> Response:
+    """Ends a live request now; its client gets what there is, with the finish_reason "cancelled"."""
+    request_id = request.path_params["request_id"]
+    if not state.ready().client.cancel(request_id):
+        raise RequestNotFoundError(request_id[:200])
+    return json_response({"id": request_id, "cancelled": True})
+
+
+async def inspect_story(state: ServerState, request: Request) -> Response:
+    """What happened to one request, in sentences."""
+    return _answer(await state.ready().client.inspect("story", request.path_params["request_id"]))
+
+
 async def inspect_steps(state: ServerState, request: Request) -> Response:
     """The latest steps; `?since=N` gives those from step N on."""
-    since = request.query_params.get("since", "0")
-    if not (since.isascii() and since.isdigit() and len(since) <= MAX_STEP_DIGITS):
-        raise InvalidRequestError(f"since is {shorten(since)}; it must be a step's number, 0 or more", param="since")
-    return _answer(await state.ready().client.inspect("steps", since))
+    return _answer(await state.ready().client.inspect("steps", _number(request, "since", "0")))
+
+
+async def inspect_prefixes(state: ServerState, request: Request) -> Response:
+    """The prefix cache as chains of blocks; `?limit=N` gives those used last."""
+    return _answer(await state.ready().client.inspect("prefixes", _number(request, "limit", DEFAULT_CHAINS)))
+
+
+async def inspect_live(state: ServerState, request: Request) -> Response:
+    """Frames for the dashboard, as server-sent events: the whole state, then what changes."""
+    return EventStreamResponse(await state.ready().live.watch(), state.stopping)
+
+
+async def inspect_events(state: ServerState, request: Request) -> Response:
+    """The journal, as server-sent events: from the oldest held, with `?since=N` from number N, or behind Last-Event-ID.
+
+    With `?follow=0` it is what is held now, as lines of JSON.
+    """
+    client = state.ready().client
+    follow = request.query_params.get("follow", "1")
+    if follow not in ("0", "1"):
+        raise InvalidRequestError(f"follow is {shorten(follow)}; it must be 0 or 1", param="follow")
+    since = int(_number(request, "since", "0"))
+    last = request.headers.get("last-event-id")
+    if last is not None:
+        since = int(_checked_number("Last-Event-ID", last)) + 1
+    if follow == "0":
+        return Response(await journal_lines(client, since), media_type="application/x-ndjson")
+    return EventStreamResponse(journal_events(client, since), state.stopping)
+
+
+def _number(request: Request, name: str, default: str) -> str:
+    return _checked_number(name, request.query_params.get(name, default))
+
+
+def _checked_number(name: str, text: str) -> str:
+    if not (text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS):
+        raise InvalidRequestError(f"{name} is {shorten(text)}; it must be a number, 0 or more", param=name)
+    return text
 
 
 def _answer(body: bytes) -> Response:

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, disable_cre
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from pageframe.api.latencies import RecentLatencies
 from pageframe.runtime.config import ResolvedConfig
 from pageframe.runtime.inspection import EngineStats
 
@@ -37,6 +38,8 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.registry.register(_EngineCollector(model_name, resolved, stats))
         self._model_name = model_name
+        #: The last minute's, for whoever watches.
+        self.latencies = RecentLatencies()
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that got their first token.")
         self._generation_tokens = self._counter("generation_tokens", "Output tokens.")
         self._num_refused = self._counter("num_refused", "Requests refused because the queue was full.")
@@ -86,6 +89,7 @@ class Metrics:
     ) -> None:
         """A request got its first token, so many seconds after it arrived; the engine's share of them beside."""
         self._first_token.observe(seconds)
+        self.latencies.first_token.add(seconds)
         self._queue_time.observe(queued_seconds)
         self._prefill_time.observe(prefill_seconds)
         self._prompt_tokens.inc(num_prompt_tokens)
@@ -95,6 +99,7 @@ class Metrics:
         """Output tokens of a choice came, so many seconds after the ones before; None for its first."""
         self._generation_tokens.inc(num_tokens)
         if seconds is not None:
+            self.latencies.between_tokens.add(seconds / num_tokens, num_tokens)
             for _ in range(num_tokens):
                 self._between_tokens.observe(seconds / num_tokens)
 
@@ -102,6 +107,7 @@ class Metrics:
         """A choice came to its own end."""
         self._finished[reason].inc()
         self._request_time.observe(request_seconds)
+        self.latencies.requests.add(request_seconds)
         self._decode_time.observe(decode_seconds)
         self._request_output.observe(num_tokens)
 

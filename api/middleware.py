@@ -5,6 +5,8 @@ Plain ASGI because a wrapper that owns `receive` hides a client's going away. Kn
 
 from __future__ import annotations
 
+import base64
+import binascii
 import ipaddress
 import logging
 import re
@@ -19,7 +21,7 @@ from pageframe.api.errors import ApiError
 logger = logging.getLogger(__name__)
 
 REQUEST_ID_RULE = "1 to 128 letters, digits or any of . _ : -"
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _LABEL = re.compile(r"[a-z0-9_-]+")
 _SCOPE_KEY = "pageframe.label"
 _CALLER_KEY = "pageframe.caller"
@@ -27,12 +29,15 @@ _CALLER_KEY = "pageframe.caller"
 _OPEN_PATH = b"/health"
 _NOBODY = Caller("", is_admin=False)
 _CHALLENGE = 'Bearer realm="pageframe"'
+#: A browser that opens the dashboard asks for the key itself, and sends it with all that the page asks for.
+_PAGE_PATHS = (b"/dashboard", b"/dashboard/")
+_PAGE_CHALLENGE = 'Basic realm="pageframe: the admin key is the password", charset="UTF-8"'
 #: Suffixes that no public name can have, so no web page's own name either.
 _PRIVATE_SUFFIXES = (".local", ".internal", ".home.arpa", ".lan")
 
 
 def is_request_id(text: str) -> bool:
-    return _REQUEST_ID.fullmatch(text) is not None
+    return REQUEST_ID.fullmatch(text) is not None
 
 
 class RequestLabel:
@@ -146,14 +151,19 @@ class KeyCheck:
             return ANYONE
         if scope.get("raw_path") == _OPEN_PATH:
             return _NOBODY
-        key = _bearer_key(scope)
+        key = _key(scope)
         if key is None:
             raise _unauthorized(
-                "this server needs an API key, in one header such as 'Authorization: Bearer KEY'", "missing_api_key", ""
+                scope,
+                "this server needs an API key, in one header such as 'Authorization: Bearer KEY'",
+                "missing_api_key",
+                "",
             )
         caller = self._access.find(key)
         if caller is None:
-            raise _unauthorized("the API key is not one of this server's", "invalid_api_key", ', error="invalid_token"')
+            raise _unauthorized(
+                scope, "the API key is not one of this server's", "invalid_api_key", ', error="invalid_token"'
+            )
         return caller
 
 
@@ -166,25 +176,54 @@ def request_caller(scope: Scope) -> Caller:
 def check_admin(scope: Scope) -> None:
     """Raises: ApiError: 403, this request's key is not the admin key."""
     if not request_caller(scope).is_admin:
+        message = "this route needs the admin key, which the server is given with --admin-key"
+        if scope.get("raw_path") in _PAGE_PATHS and _scheme(scope) == b"basic":
+            # A 403 would leave the browser with the wrong key for good; so it asks again.
+            raise _unauthorized(scope, message, "admin_key_needed", "")
         raise ApiError(
             403,
-            "this route needs the admin key, which the server is given with --admin-key",
+            message,
             code="admin_key_needed",
             headers={"www-authenticate": _CHALLENGE + ', error="insufficient_scope"'},
         )
 
 
-def _unauthorized(message: str, code: str, details: str) -> ApiError:
-    return ApiError(401, message, code=code, headers={"www-authenticate": _CHALLENGE + details})
+def _unauthorized(scope: Scope, message: str, code: str, details: str) -> ApiError:
+    is_page = scope.get("raw_path") in _PAGE_PATHS
+    challenge = _PAGE_CHALLENGE if is_page else _CHALLENGE + details
+    return ApiError(401, message, code=code, headers={"www-authenticate": challenge})
 
 
-def _bearer_key(scope: Scope) -> bytes | None:
+def _key(scope: Scope) -> bytes | None:
     """The key of the one Authorization header; None where there is none, or more than one."""
     values = [value for name, value in scope["headers"] if name == b"authorization"]
     if len(values) != 1:
         return None
     scheme, _, key = bytes(values[0]).partition(b" ")
-    return (key.strip() or None) if scheme.lower() == b"bearer" else None
+    if scheme.lower() == b"bearer":
+        return key.strip() or None
+    return _password(key.strip()) if scheme.lower() == b"basic" and _is_own_page(scope) else None
+
+
+def _scheme(scope: Scope) -> bytes:
+    """Of the Authorization header that opened this request."""
+    value = next(value for name, value in scope["headers"] if name == b"authorization")
+    return bytes(value).partition(b" ")[0].lower()
+
+
+def _password(credentials: bytes) -> bytes | None:
+    """The password of HTTP's Basic scheme (RFC 7617), whatever the name before it."""
+    try:
+        decoded = base64.b64decode(credentials, validate=True)
+    except binascii.Error:
+        return None
+    return decoded.partition(b":")[2] or None
+
+
+def _is_own_page(scope: Scope) -> bool:
+    """Browsers send a password they know with every request, also one that a page elsewhere makes; they say so."""
+    sites = [value for name, value in scope["headers"] if name == b"sec-fetch-site"]
+    return all(site in (b"same-origin", b"none") for site in sites)
 
 
 def _given_id(scope: Scope) -> str | None:

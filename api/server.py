@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 import sys
@@ -24,6 +25,7 @@ from pageframe.runtime.chat_template import ChatTemplate, load_chat_template
 from pageframe.runtime.config import EngineConfig, ResolvedConfig
 from pageframe.runtime.engine_client import EngineClient
 from pageframe.runtime.errors import InvalidRequestError, StartupError
+from pageframe.runtime.messages import RecordingConfig
 from pageframe.runtime.models.config import sampling_defaults
 from pageframe.runtime.models.source import ModelSource, resolve_source
 from pageframe.runtime.request import SamplingParams
@@ -62,7 +64,8 @@ async def _load(
     server_config: ServerConfig,
     advance: Callable[[int, int], None],
 ) -> Service:
-    starting = asyncio.create_task(EngineClient.start(process, engine_config, progress=advance))
+    recording = _recording(server_config)
+    starting = asyncio.create_task(EngineClient.start(process, engine_config, recording=recording, progress=advance))
     try:
         tokenizer, template, defaults = await asyncio.to_thread(_load_text_side, source)
     except BaseException:
@@ -76,6 +79,12 @@ async def _load(
     metrics = Metrics(name, client.resolved, lambda: client.stats)
     client.on_step = metrics.step
     return Service(client, tokenizer, template, name, defaults, metrics)
+
+
+def _recording(config: ServerConfig) -> RecordingConfig | None:
+    if config.journal is None:
+        return None
+    return RecordingConfig(os.path.abspath(config.journal), config.journal_size, config.journal_token_ids)
 
 
 async def serve_until_signal(listener: socket.socket, config: ServerConfig, access: Access, load: Load) -> None:

@@ -13,9 +13,11 @@ from pageframe.api.auth import Access
 from pageframe.api.body import BodyReader
 from pageframe.api.config import ServerConfig
 from pageframe.api.errors import ApiError, engine_dead, queue_full, shutting_down, unavailable
+from pageframe.api.live import LiveFeed
 from pageframe.api.metrics import Metrics
 from pageframe.runtime.chat_template import ChatTemplate
 from pageframe.runtime.engine_client import EngineClient
+from pageframe.runtime.errors import InvalidRequestError
 from pageframe.runtime.tokenizer import Tokenizer
 
 #: Work waits and no step was made for so long: the scheduler is stuck.
@@ -30,6 +32,7 @@ class Service:
         template: None where the model has no chat template.
         model_name: the name it is served under.
         sampling_defaults: what the model's generation_config says of temperature, top_p, top_k, min_p.
+        live: what pages that watch the engine get.
     """
 
     client: EngineClient
@@ -38,6 +41,10 @@ class Service:
     model_name: str
     sampling_defaults: Mapping[str, float | int]
     metrics: Metrics
+    live: LiveFeed = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "live", LiveFeed(self.client, self.metrics.latencies.summary))
 
     @property
     def vocab_size(self) -> int:
@@ -113,14 +120,23 @@ class ServerState:
         """The bound of the queue. The engine's latest count of those that run is at most a step old.
 
         Raises:
+            InvalidRequestError: there is no place for so many choices even where nothing else runs or waits.
             ApiError: 429, with a request of so many choices more than max_queue would wait.
         """
         service, max_queue = self.ready(), self.config.max_queue
         client = service.client
+        max_running = client.resolved.max_num_requests
+        if num_choices > max_running + max_queue:
+            raise InvalidRequestError(
+                f"n times the number of prompts makes {num_choices} choices; at most {max_running} run at once "
+                f"(max_num_requests) and {max_queue} wait (max_queue), so {max_running + max_queue} are the most",
+                param="n",
+                code="too_many_choices",
+            )
         stats = client.stats
         num_waiting = max(0, client.num_outstanding - stats.num_running - stats.num_following)
         # What came since the last step waits too, but may all fit into the next one, up to as many as can run.
-        is_too_much = client.num_outstanding + num_choices > client.resolved.max_num_requests + max_queue
+        is_too_much = client.num_outstanding + num_choices > max_running + max_queue
         if is_too_much or (stats.num_waiting > 0 and num_waiting + 1 > max_queue):
             service.metrics.refused()
             raise queue_full(f"the queue is full: {num_waiting} requests wait, and max_queue is {max_queue}")

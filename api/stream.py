@@ -24,7 +24,7 @@ from pageframe.runtime.errors import PageframeError
 
 logger = logging.getLogger(__name__)
 
-_STREAM_HEADERS = [
+STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
@@ -55,7 +55,7 @@ class GenerationResponse(Response):
     async def _while_wanted(self, generation: Generation, receive: Receive, work: Coroutine[None, None, None]) -> None:
         """Runs `work` to its end, or until the client goes away; a server that stops makes the generation fail."""
         running = asyncio.ensure_future(work)
-        gone = asyncio.ensure_future(_disconnected(receive))
+        gone = asyncio.ensure_future(disconnected(receive))
         try:
             await asyncio.wait((running, gone, self._state.cut), return_when=asyncio.FIRST_COMPLETED)
             if not running.done() and not gone.done():
@@ -85,7 +85,7 @@ class GenerationResponse(Response):
 
     async def _send_stream(self, generation: Generation, scope: Scope, receive: Receive, send: Send) -> None:
         piece = await generation.next()
-        await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+        await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
         try:
             events = await self._write(functools.partial(self._answer.events, piece, generation.usage()))
             while not generation.finished:
@@ -106,7 +106,7 @@ def _error_in_stream(error: Exception, generation: Generation) -> ApiError:
     return internal_error()
 
 
-async def _disconnected(receive: Receive) -> None:
+async def disconnected(receive: Receive) -> None:
     """Returns when the client has gone; the body has been read, so nothing else can come."""
     while (await receive())["type"] != "http.disconnect":
         pass

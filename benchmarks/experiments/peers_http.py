@@ -81,8 +81,21 @@ def drive(server: PeerServer, load: Load, seed: int) -> Served:
     Raises:
         PeerError: some request failed, or the client did.
     """
+    with server.turn():
+        try:
+            return drive_url(server.url, load, seed)
+        except PeerError as error:
+            raise server.failure(str(error)) from None
+
+
+def drive_url(url: str, load: Load, seed: int) -> Served:
+    """Run the load client against whatever serves there.
+
+    Raises:
+        PeerError: some request failed, or the client did.
+    """
     flags = {
-        "url": server.url,
+        "url": url,
         "requests": load.streams * load.rounds,
         "concurrency": load.streams,
         "warmup": load.streams,
@@ -90,18 +103,18 @@ def drive(server: PeerServer, load: Load, seed: int) -> Served:
         "output-len": load.output,
         "seed": seed,
     }
-    with tempfile.TemporaryDirectory() as folder, server.turn():
+    with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.jsonl"
         command = [sys.executable, "-m", "pageframe.benchmarks.client", "--json", str(results)]
         for name, value in flags.items():
             command += [f"--{name}", str(value)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            raise server.failure(f"the load client ended with status {done.returncode}: {done.stderr[-500:]}")
+            raise PeerError(f"the load client ended with status {done.returncode}: {done.stderr[-500:]}")
         summary = json.loads(results.read_text().splitlines()[-1])
     wanted = load.streams * load.rounds * load.output
     if summary["output_tokens"] != wanted:
-        raise PeerError(f"{server.name}: {summary['output_tokens']} tokens came instead of {wanted}")
+        raise PeerError(f"{summary['output_tokens']} tokens came instead of {wanted}")
     return Served(summary["output_rate"], summary["ttft"]["p50"], summary["itl"]["p99"])
 
 

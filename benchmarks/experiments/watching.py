@@ -1,0 +1,171 @@
+"""What pages that watch cost a server under load: throughput, and processor time of its HTTP process.
+
+    python -m pageframe.benchmarks.experiments.watching [--watchers 3] [--pairs 8] [--quick]
+
+A server of the default model with a pool of 20,000 blocks gets the same closed loop again and again, with and without
+readers of /inspect/live, in pairs whose order alternates. A reader takes frames as a page on another machine would: it
+reads and counts them, and draws nothing (a browser on this machine would share its cores with the server, and its
+drawing is not what is measured). The throughput lost is the mean over the pairs, with its 95% interval.
+
+Targets: at least 10 frames a second, under 10% of a core in the HTTP process, under 3% of throughput.
+
+Exits with 1 if a target is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, median, stdev
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from pageframe.benchmarks.experiments.grids import count
+from pageframe.benchmarks.experiments.peers_http import Load, drive_url
+from pageframe.benchmarks.experiments.peers_process import PeerError
+from pageframe.benchmarks.experiments.server_process import RunningServer, running_server
+
+NUM_BLOCKS = 20_000
+FRAMES_TARGET, CORE_TARGET, LOST_TARGET = 10.0, 0.10, 0.03
+#: Counts the frames that come until its standard input is closed, then prints how many a second.
+READER = """
+import sys, threading, time, urllib.request
+response = urllib.request.urlopen(sys.argv[1] + "/inspect/live")
+done = threading.Event()
+threading.Thread(target=lambda: (sys.stdin.read(), done.set()), daemon=True).start()
+frames, size, first = 0, 0, None
+print("reading", flush=True)
+while not done.is_set():
+    line = response.readline()
+    if line.startswith(b"event: frame"):
+        first = first or time.monotonic()
+        frames += 1
+    size += len(line)
+seconds = time.monotonic() - (first or time.monotonic())
+print(frames / seconds if seconds else 0, size / seconds if seconds else 0, flush=True)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Output tokens per second; of a core, what the HTTP process took; frames and bytes a second of each reader."""
+
+    rate: float
+    core: float
+    frames: tuple[float, ...]
+    bytes_per_second: float
+
+
+def run_once(server: RunningServer, load: Load, watchers: int, seed: int) -> Run:
+    """One closed loop, watched by so many.
+
+    Raises:
+        PeerError: a request failed.
+    """
+    readers = [_reader(server.url) for _ in range(watchers)]
+    for reader in readers:
+        assert reader.stdout is not None
+        reader.stdout.readline()
+    started, busy = time.monotonic(), _processor_seconds(server.process.pid)
+    try:
+        served = drive_url(server.url, load, seed)
+        core = (_processor_seconds(server.process.pid) - busy) / (time.monotonic() - started)
+    finally:
+        counted = [_ended(reader) for reader in readers]
+    return Run(served.output_rate, core, tuple(frames for frames, _ in counted), sum(size for _, size in counted))
+
+
+def _reader(url: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", READER, url]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def _ended(reader: subprocess.Popen[str]) -> tuple[float, float]:
+    """What a reader says once it is told to end; it may have to wait for a line until then."""
+    try:
+        said, _ = reader.communicate("", timeout=30)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            reader.kill()
+    frames, size = said.split()
+    return float(frames), float(size)
+
+
+def _processor_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    ticks: float = os.sysconf("SC_CLK_TCK")
+    return (int(fields[11]) + int(fields[12])) / ticks
+
+
+def measure(load: Load, num_blocks: int, watchers: int, pairs: int) -> tuple[list[Run], list[Run]]:
+    """Runs without and with readers, pair by pair.
+
+    Raises:
+        PeerError: a request failed.
+        RuntimeError: the server did not start.
+    """
+    without: list[Run] = []
+    watched: list[Run] = []
+    flags = ("--num-blocks", str(num_blocks), "--log-level", "warning")
+    with Progress(console=Console(stderr=True), transient=True) as bar, running_server(*flags) as server:
+        task = bar.add_task("serving", total=2 * pairs)
+        for pair in range(pairs):
+            for is_watched in (False, True) if pair % 2 == 0 else (True, False):
+                run = run_once(server, load, watchers if is_watched else 0, seed=pair)
+                (watched if is_watched else without).append(run)
+                bar.advance(task)
+    return without, watched
+
+
+def report(without: list[Run], watched: list[Run], load: Load, num_blocks: int) -> bool:
+    """Print the table; whether every target is met."""
+    console = Console()
+    table = Table(title=f"{load}, a pool of {num_blocks:,} blocks; medians of {len(without)} runs")
+    for column in ("", "output tokens/s", "HTTP process, of a core"):
+        table.add_column(column, justify="left" if not column else "right")
+    for name, runs in (("nobody watches", without), (f"{len(watched[0].frames)} watch", watched)):
+        table.add_row(name, f"{median(run.rate for run in runs):.0f}", f"{median(run.core for run in runs):.1%}")
+    console.print(table)
+    lost = [1 - with_it.rate / alone.rate for with_it, alone in zip(watched, without, strict=True)]
+    margin = 1.96 * stdev(lost) / math.sqrt(len(lost)) if len(lost) > 1 else math.inf
+    core = median(with_it.core - alone.core for with_it, alone in zip(watched, without, strict=True))
+    frames = min(min(run.frames) for run in watched)
+    size = median(run.bytes_per_second / len(run.frames) for run in watched)
+    console.print(
+        f"Throughput lost while {len(watched[0].frames)} watch: {mean(lost):.2%} (95% interval "
+        f"{mean(lost) - margin:.2%} to {mean(lost) + margin:.2%}); the target is under {LOST_TARGET:.0%}.\n"
+        f"Each gets {frames:.1f} frames a second at least (target {FRAMES_TARGET:.0f}), {size / 1e3:.0f} kB/s; they "
+        f"take {core:.1%} of a core in the HTTP process (target under {CORE_TARGET:.0%})."
+    )
+    return mean(lost) < LOST_TARGET and core < CORE_TARGET and frames >= FRAMES_TARGET
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command; returns its exit status."""
+    parser = argparse.ArgumentParser(description="What pages that watch cost a server under load.")
+    parser.add_argument("--watchers", type=count, default=3, help="readers of /inspect/live (default: 3)")
+    parser.add_argument("--pairs", type=count, default=8, help="runs with and without them (default: 8)")
+    parser.add_argument("--quick", action="store_true", help="toy sizes, to see that it runs; the targets do not count")
+    options = parser.parse_args(arguments)
+    load, num_blocks = Load(8, 128, 128, rounds=8), NUM_BLOCKS
+    if options.quick:
+        load, num_blocks, options.pairs, options.watchers = Load(2, 16, 32, rounds=1), 64, 1, 1
+    try:
+        without, watched = measure(load, num_blocks, options.watchers, options.pairs)
+    except (PeerError, RuntimeError) as error:
+        print(f"watching: {error}", file=sys.stderr)
+        return 1
+    return 0 if report(without, watched, load, num_blocks) or options.quick else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
