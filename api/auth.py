@@ -7,28 +7,26 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import logging
 import re
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from pageframe.api.config import ServerConfig
 from pageframe.runtime.errors import ConfigError
 
-logger = logging.getLogger(__name__)
-
 API_KEYS_VARIABLE = "PAGEFRAME_API_KEYS"
 ADMIN_KEY_VARIABLE = "PAGEFRAME_ADMIN_KEY"
-#: Each request's key is compared with all of them.
 MAX_KEYS = 10_000
 MAX_KEY_LENGTH = 512
 MAX_TENANT_LENGTH = 64
 #: Shorter keys can be guessed.
-WEAK_KEY_LENGTH = 16
+MIN_KEY_LENGTH = 16
 #: What a bearer token may consist of: RFC 6750, section 2.1.
 _KEY = re.compile(r"[A-Za-z0-9._~+/-]+=*")
-_DIGITS_OF_DIGEST = 12
+#: What a digest that is nobody's is compared with: no key has it.
+_NO_DIGEST = bytes(hashlib.sha256().digest_size)
+_ADMIN_LABEL = "admin"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,25 +53,26 @@ class Access:
         callers: of each key, by its SHA-256 digest.
     """
 
-    def __init__(self, callers: Iterable[tuple[bytes, Caller]] = ()) -> None:
-        self._callers = tuple(callers)
+    def __init__(self, callers: Mapping[bytes, Caller] | None = None) -> None:
+        self._callers = {digest: (digest, caller) for digest, caller in (callers or {}).items()}
 
     @property
     def needs_key(self) -> bool:
         return bool(self._callers)
 
     def find(self, key: bytes) -> Caller | None:
-        """Whose key it is; None where it is nobody's. Takes as long for any key of the same length."""
+        """Whose key it is; None where it is nobody's.
+
+        The time that looking a digest up takes tells of the digest at most, from which no key can be guessed nearer;
+        the comparison takes as long for any two.
+        """
         digest = hashlib.sha256(key).digest()
-        found = None
-        for known, caller in self._callers:
-            if hmac.compare_digest(known, digest):
-                found = caller
-        return found
+        known, caller = self._callers.get(digest, (_NO_DIGEST, None))
+        return caller if hmac.compare_digest(known, digest) else None
 
     def __str__(self) -> str:
         """How many keys there are, of how many tenants."""
-        callers = [caller for _, caller in self._callers]
+        callers = [caller for _, caller in self._callers.values()]
         tenants = [caller.tenant for caller in callers if not caller.is_admin]
         has_admin = "yes" if len(tenants) < len(callers) else "no"
         return f"API keys: {len(tenants)}, tenants: {len(set(tenants))}, admin key: {has_admin}"
@@ -85,11 +84,13 @@ class _Entry:
 
     Args:
         place: where, for messages.
-        tenant: None where the key stands alone.
+        tenant: as it is written; where the key stands alone, its number among the keys there, as "key-1".
+        is_named: it is written.
     """
 
     place: str
-    tenant: str | None
+    tenant: str
+    is_named: bool
     digest: bytes
 
 
@@ -105,21 +106,16 @@ def load_access(config: ServerConfig, environ: MutableMapping[str, str]) -> Acce
     """
     api_keys = _entries("api_keys", config.api_keys, API_KEYS_VARIABLE, environ)
     admin_keys = _entries("admin_key", config.admin_key, ADMIN_KEY_VARIABLE, environ)
-    if len(admin_keys) > 1 or any(entry.tenant is not None for entry in admin_keys):
+    if len(admin_keys) > 1 or any(entry.is_named for entry in admin_keys):
         raise ConfigError(f"{admin_keys[-1].place}: it must be one key and nothing else; there is one admin")
     if len(api_keys) > MAX_KEYS:
         raise ConfigError(f"there are {len(api_keys)} API keys; at most {MAX_KEYS} are allowed")
     _refuse_repeated(api_keys + admin_keys)
+    _refuse_labels_as_names(api_keys, has_admin=bool(admin_keys))
     return Access(
-        [
-            *((entry.digest, Caller(_tenant(entry), is_admin=False)) for entry in api_keys),
-            *((entry.digest, Caller(_tenant(entry), is_admin=True)) for entry in admin_keys),
-        ]
+        {entry.digest: Caller(entry.tenant, is_admin=False) for entry in api_keys}
+        | {entry.digest: Caller(_ADMIN_LABEL, is_admin=True) for entry in admin_keys}
     )
-
-
-def _tenant(entry: _Entry) -> str:
-    return entry.digest.hex()[:_DIGITS_OF_DIGEST] if entry.tenant is None else entry.tenant
 
 
 def _entries(field: str, file: str | None, variable: str, environ: MutableMapping[str, str]) -> list[_Entry]:
@@ -133,17 +129,17 @@ def _entries(field: str, file: str | None, variable: str, environ: MutableMappin
         source, lines = variable, text.replace(",", "\n").splitlines()
     else:
         return []
-    entries = []
+    entries: list[_Entry] = []
     for number, line in enumerate(lines, 1):
         words = line.partition("#")[0].split()
         if words:
-            entries.append(_entry(words, f"{source}, line {number}"))
+            entries.append(_entry(words, f"{source}, line {number}", f"key-{len(entries) + 1}"))
     if not entries:
         raise ConfigError(f"{field}: {source} holds no key; without keys, leave it out")
     return entries
 
 
-def _entry(words: list[str], place: str) -> _Entry:
+def _entry(words: list[str], place: str, label: str) -> _Entry:
     if len(words) > 2:
         raise ConfigError(f"{place}: it has {len(words)} words; it must be a key, or a tenant and its key")
     tenant, key = words if len(words) == 2 else (None, words[0])
@@ -153,11 +149,11 @@ def _entry(words: list[str], place: str) -> _Entry:
         raise ConfigError(
             f"{place}: the key must be 1 to {MAX_KEY_LENGTH} letters, digits or any of . _ ~ + / - and may end in ="
         )
-    if len(key) < WEAK_KEY_LENGTH:
-        logger.warning(
-            "%s: the key has %d characters; from %d on it is hard to guess", place, len(key), WEAK_KEY_LENGTH
+    if len(key) < MIN_KEY_LENGTH:
+        raise ConfigError(
+            f"{place}: the key has {len(key)} characters, so it can be guessed; it must have at least {MIN_KEY_LENGTH}"
         )
-    return _Entry(place, tenant, hashlib.sha256(key.encode()).digest())
+    return _Entry(place, label if tenant is None else tenant, tenant is not None, hashlib.sha256(key.encode()).digest())
 
 
 def _read(field: str, file: str) -> str:
@@ -167,6 +163,16 @@ def _read(field: str, file: str) -> str:
         raise ConfigError(f"{field}: {file} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{field}: {file} is no text in UTF-8") from None
+
+
+def _refuse_labels_as_names(entries: list[_Entry], *, has_admin: bool) -> None:
+    """A tenant of that name would share computed prefixes with the key that is labelled so."""
+    labels = {entry.tenant for entry in entries if not entry.is_named} | ({_ADMIN_LABEL} if has_admin else set())
+    for entry in entries:
+        if entry.is_named and entry.tenant in labels:
+            raise ConfigError(
+                f"{entry.place}: the tenant's name is what a key without a name is called; choose another"
+            )
 
 
 def _refuse_repeated(entries: list[_Entry]) -> None:

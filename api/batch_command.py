@@ -11,7 +11,7 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -70,6 +70,7 @@ class Batch:
         lines: those without a result.
         num_lines: of the whole file of requests.
         concurrency: None for as many as the engine runs at once.
+        pause: waits so many seconds before a request is sent again.
     """
 
     def __init__(
@@ -79,12 +80,14 @@ class Batch:
         num_lines: int,
         concurrency: int | None = None,
         clock: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._lines = lines
         self._results = results
         self._num_lines = num_lines
         self._concurrency = concurrency
         self._clock = clock
+        self._pause = pause
         self._started = clock()
         self.counts = BatchCounts()
 
@@ -117,6 +120,7 @@ class Batch:
                 concurrency=self._concurrency or client.resolved.max_num_requests,
                 check_alive=check_alive,
                 progress=progress,
+                pause=self._pause,
             )
 
     def summary(self) -> str:

@@ -23,6 +23,13 @@ LARGE_BODY_BYTES = 16 * 1024
 HUGE_BODY_BYTES = 256 * 1024
 #: Bodies of the greatest length that may be held at once, read or being worked on.
 MAX_FULL_BODIES = 8
+#: A body that is still coming is let go of so long after its request, and as long more as what has come of it takes at
+#: the slowest pace allowed: its bytes count among those held.
+READ_SECONDS = 20.0
+MIN_BYTES_PER_SECOND = 512 * 1024
+#: Small bodies with a chat template to run, at once. A template may take seconds, and while several run the event loop
+#: has its turn less often.
+NUM_TEMPLATE_THREADS = 2
 #: Numbers, texts, lists and objects in a body, beside lists of token ids.
 MAX_VALUES = 2**18
 _BACKSLASH = ord("\\")
@@ -42,6 +49,7 @@ class BodyReader:
         #: Of all bodies that are being read or worked on.
         self._num_bytes = 0
         self._huge = ThreadPoolExecutor(1, thread_name_prefix="huge-body")
+        self._templates = ThreadPoolExecutor(NUM_TEMPLATE_THREADS, thread_name_prefix="template")
 
     async def take(
         self,
@@ -49,19 +57,22 @@ class BodyReader:
         work: Callable[[dict[str, Any]], T],
         *,
         max_ids: int = 0,
+        has_template: bool = False,
         admit: Callable[[], None] = lambda: None,
     ) -> T:
-        """`work(the body's object)`, in a thread where the body is large.
+        """`work(the body's object)`, in a thread where the body is large or `work` renders a template.
 
         The content type is checked because a browser sends any other one across origins without asking first.
 
         Args:
             max_ids: token ids that it may hold.
+            has_template: a chat template is part of the work, which may take long whatever the body's length.
             admit: called before a large body is read, or read on; raises where it would be refused later.
 
         Raises:
             InvalidRequestError: the content type is not application/json, or as `parse_object`.
-            ApiError: 413, the body is larger than `max_bytes`; 429, it is large and too much is held already.
+            ApiError: 408, the body comes too slowly; 413, it is larger than `max_bytes`; 429, it is large and too much
+                is held already.
         """
         content_type = request.headers.get("content-type", "")
         if content_type.partition(";")[0].strip().lower() != JSON_TYPE:
@@ -72,7 +83,7 @@ class BodyReader:
         body = bytearray()
         try:
             await self._read(request, body, admit)
-            return await self._work(body, lambda: work(parse_object(body, MAX_VALUES + max_ids)))
+            return await self._work(len(body), has_template, lambda: work(parse_object(body, MAX_VALUES + max_ids)))
         finally:
             self._num_bytes -= len(body)
 
@@ -86,16 +97,22 @@ class BodyReader:
         if is_large:
             admit()
             self._check_room(size)
-        async for chunk in request.stream():
-            body += chunk
-            self._num_bytes += len(chunk)
-            if len(body) > self._max_bytes:
-                raise _too_large(f"more than {self._max_bytes}", self._max_bytes)
-            if len(body) > LARGE_BODY_BYTES:
-                if not is_large:
-                    is_large = True
-                    admit()
-                self._check_room(0)
+        begun = asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout_at(_deadline(begun, 0)) as deadline:
+                async for chunk in request.stream():
+                    body += chunk
+                    self._num_bytes += len(chunk)
+                    deadline.reschedule(_deadline(begun, len(body)))
+                    if len(body) > self._max_bytes:
+                        raise _too_large(f"more than {self._max_bytes}", self._max_bytes)
+                    if len(body) > LARGE_BODY_BYTES:
+                        if not is_large:
+                            is_large = True
+                            admit()
+                        self._check_room(0)
+        except TimeoutError:
+            raise _too_slow(len(body), asyncio.get_running_loop().time() - begun) from None
 
     def _check_room(self, num_coming: int) -> None:
         limit, num_bytes = MAX_FULL_BODIES * self._max_bytes, self._num_bytes + num_coming
@@ -108,10 +125,15 @@ class BodyReader:
                 headers={"retry-after": str(QUEUE_RETRY_AFTER_SECONDS)},
             )
 
-    async def _work(self, body: bytearray, work: Callable[[], T]) -> T:
-        if len(body) <= LARGE_BODY_BYTES:
+    async def _work(self, num_bytes: int, has_template: bool, work: Callable[[], T]) -> T:
+        if num_bytes > HUGE_BODY_BYTES:
+            pool: ThreadPoolExecutor | None = self._huge
+        elif num_bytes > LARGE_BODY_BYTES:
+            pool = None
+        elif has_template:
+            pool = self._templates
+        else:
             return work()
-        pool = self._huge if len(body) > HUGE_BODY_BYTES else None
         return await asyncio.get_running_loop().run_in_executor(pool, work)
 
 
@@ -169,6 +191,23 @@ def _string_end(body: bytes | bytearray, quote: int) -> int:
             before -= 1
         if (quote - before) % 2:
             return quote + 1
+
+
+def _deadline(begun: float, num_bytes: int) -> float:
+    """By the event loop's clock."""
+    return begun + READ_SECONDS + num_bytes / MIN_BYTES_PER_SECOND
+
+
+def _too_slow(num_bytes: int, seconds: float) -> ApiError:
+    """408. What may still come of the body is not read, so the connection ends; sent again, it would be as slow."""
+    return ApiError(
+        408,
+        f"{num_bytes} bytes of the body have come in {seconds:.0f} s; it must come within {READ_SECONDS:g} s and "
+        f"1 s more for each {MIN_BYTES_PER_SECOND} bytes",
+        kind="timeout_error",
+        code="body_too_slow",
+        headers={"x-should-retry": "false", "connection": "close"},
+    )
 
 
 def _too_large(size: str, max_bytes: int) -> ApiError:

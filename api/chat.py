@@ -13,9 +13,9 @@ from pageframe.api.job import Job, Piece
 from pageframe.api.logprobs import chat_logprobs
 from pageframe.api.prompts import (
     check_prompt_logprobs,
-    cut_prompt,
     encode_prompt,
     engine_fields,
+    num_kept_tokens,
     render_chat,
     sampling_params,
     stream_fields,
@@ -35,7 +35,9 @@ from pageframe.runtime.tokenizer import Tokenizer
 async def chat_completions(state: ServerState, request: Request) -> Response:
     """Answers a conversation."""
     service = state.accepting()
-    job, tools = await state.bodies.take(request, lambda content: _job(service, content), admit=state.check_queue)
+    job, tools = await state.bodies.take(
+        request, lambda content: _job(service, content), has_template=True, admit=state.check_queue
+    )
     answer = ChatAnswer(job, f"chatcmpl-{uuid.uuid4().hex}", service.model_name, service.tokenizer, tools)
     return GenerationResponse(state, job, answer)
 
@@ -114,10 +116,9 @@ def _job(service: Service, content: dict[str, Any]) -> tuple[Job, ToolUse | None
     if tools is not None:
         kwargs["tools"] = tools.definitions
     text = render_chat(service, body.messages, body, **kwargs)
-    num_kept = body.truncate_prompt_tokens
-    token_ids = encode_prompt(service, text, add_special_tokens=False, param="messages", is_cut=num_kept is not None)
+    num_kept = num_kept_tokens(service, body.truncate_prompt_tokens, max_tokens)
     job = Job(
-        prompts=[cut_prompt(service, token_ids, num_kept, max_tokens)],
+        prompts=[encode_prompt(service, text, add_special_tokens=False, param="messages", num_kept=num_kept)],
         params=params,
         shown_ids=frozenset() if tools is None else tools.shown_ids(service.tokenizer),
         field_names={"prompt": "messages", "max_tokens": limit_name, "grammar": grammar_field},
@@ -141,8 +142,8 @@ def _grammar(service: Service, body: ChatBody, tools: ToolUse | None) -> tuple[G
         return grammar, field
     if grammar is not None:
         raise InvalidRequestError(
-            f"{field} asks for a form of the text, and tools may be called, which have a form of their own; give one "
-            'of them, or tool_choice "none"',
+            f"{field} and tools exclude one another, since calls have a form of their own; give one of them, or "
+            f'tool_choice "none", with which {field} applies',
             param=field,
         )
     return tool_grammar(tools, service.tokenizer), "tools"

@@ -14,9 +14,9 @@ from pageframe.api.logprobs import CompletionLogprobs
 from pageframe.api.prompts import (
     check_num_choices,
     check_prompt_logprobs,
-    cut_prompt,
     encode_prompt,
     engine_fields,
+    num_kept_tokens,
     sampling_params,
     stream_fields,
     text_grammar,
@@ -125,13 +125,15 @@ def _job(service: Service, content: dict[str, Any]) -> tuple[Job, list[str] | No
 
 
 def _prompts(service: Service, body: CompletionBody) -> list[list[int]]:
-    many, num_kept = len(body.prompt) > 1, body.truncate_prompt_tokens
+    many = len(body.prompt) > 1
+    num_kept = num_kept_tokens(service, body.truncate_prompt_tokens, body.max_tokens)
     prompts = []
     for number, prompt in enumerate(body.prompt):
         if isinstance(prompt, str):
             param = f"prompt[{number}]" if many else "prompt"
-            prompt = encode_prompt(service, prompt, add_special_tokens=True, param=param, is_cut=num_kept is not None)
-        prompts.append(cut_prompt(service, prompt, num_kept, body.max_tokens))
+            prompts.append(encode_prompt(service, prompt, add_special_tokens=True, param=param, num_kept=num_kept))
+        else:
+            prompts.append(prompt if num_kept is None else prompt[-num_kept:])
     return prompts
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
-from pageframe.api.errors import ApiError
+from pageframe.api.errors import ApiError, queue_full
 from pageframe.api.job import Job, Piece
 from pageframe.api.service import ServerState
 from pageframe.runtime.engine_client import OutputQueue
@@ -213,7 +213,10 @@ class Generation:
         if output.finish_reason == "timeout":
             raise _too_late(self._job.params)
         if output.finish_reason == "refused":
-            raise _rename(InvalidRequestError(output.error, param="grammar"), self._job.field_names)
+            raise _rename(InvalidRequestError(output.error, param=output.param or None), self._job.field_names)
+        if output.finish_reason == "busy":
+            self._service.metrics.refused()
+            raise queue_full(output.error)
         if output.finish_reason in ("error", "abort"):
             self._fail(output.error or output.finish_reason)
             raise EngineError(output.error)
@@ -246,6 +249,8 @@ class Generation:
             prompt.logprobs = output.prompt_logprobs
             self._released += prompt.held
         elif self._job.params.prompt_logprobs is not None and len(prompt.token_ids) > 1 and not prompt.logprobs:
+            if output.finish_reason == "cancelled":
+                raise ApiError(409, "it was cancelled before its prompt was computed", code="cancelled")
             prompt.held.append(output)
             return False
         return True
@@ -273,6 +278,9 @@ class Generation:
     def _observe(self, choice: _Choice, output: RequestOutput, num_tokens: int) -> None:
         """A prompt has one first token, whichever choice's it is; what comes after is counted by choice."""
         metrics, now = self._service.metrics, time.monotonic()
+        if choice.end == "cancelled":
+            metrics.cut_short("abort")
+            return
         if not choice.prompt.has_begun:
             choice.prompt.has_begun = True
             metrics.first_token(

@@ -60,7 +60,7 @@ class Piece:
         token_ids: new tokens that count, with or without text.
         logprobs: one per token, or none.
         prompt_logprobs: of its prompt's tokens but the first, where asked for; the same in all its pieces.
-        finish_reason: "stop" or "length" on the choice's last piece.
+        finish_reason: "stop", "length" or "cancelled" on the choice's last piece.
         stop_reason: the stop string or stop id that ended it.
     """
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from pageframe.api.errors import shorten
+from pageframe.api.checks import refuse_unknown, wrong
 from pageframe.runtime.errors import InvalidRequestError
 
 _COMMON = frozenset({"role", "content", "name"})
@@ -20,6 +20,7 @@ _FIELDS = {
     "assistant": _COMMON | {"tool_calls"},
     "tool": _COMMON | {"tool_call_id"},
 }
+ROLES = tuple(_FIELDS)
 #: What the official client writes when an answer is sent back as a message; these values say nothing.
 _SILENT: dict[str, tuple[object, ...]] = {
     "refusal": (None,),
@@ -44,7 +45,7 @@ def check_messages(value: object) -> list[dict[str, Any]]:
         InvalidRequestError: a message is not one of the shapes above.
     """
     if not isinstance(value, list):
-        raise _wrong("messages", value, "must be a list of messages")
+        raise wrong("messages", value, "must be a list of messages")
     if not value:
         raise InvalidRequestError("messages is an empty list; it must have at least 1 message", param="messages")
     return [_check_message(message, f"messages[{index}]") for index, message in enumerate(value)]
@@ -52,12 +53,12 @@ def check_messages(value: object) -> list[dict[str, Any]]:
 
 def _check_message(message: object, path: str) -> dict[str, Any]:
     if not isinstance(message, dict):
-        raise _wrong(path, message, "must be an object with role and content")
+        raise wrong(path, message, "must be an object with role and content")
     role = message.get("role")
     if not isinstance(role, str) or role not in _FIELDS:
-        raise _wrong(f"{path}.role", role, f"must be one of {', '.join(_FIELDS)}")
+        raise wrong(f"{path}.role", role, f"must be one of {', '.join(_FIELDS)}")
     given = {name: value for name, value in message.items() if value not in _SILENT.get(name, ())}
-    _refuse_unknown(given, _FIELDS[role], path)
+    refuse_unknown(given, _FIELDS[role], path)
     for name in ("name", "tool_call_id"):
         if name in given:
             _string(given[name], f"{path}.{name}")
@@ -79,34 +80,34 @@ def _check_content(content: object, path: str, *, may_be_null: bool) -> str:
         return ""
     if isinstance(content, list) and content:
         return "\n".join(_check_part(part, f"{path}[{index}]") for index, part in enumerate(content))
-    raise _wrong(path, content, "must be a string or a list of text parts; null only beside tool calls")
+    raise wrong(path, content, "must be a string or a list of text parts; null only beside tool calls")
 
 
 def _check_part(part: object, path: str) -> str:
     if not isinstance(part, dict):
-        raise _wrong(path, part, 'must be an object such as {"type": "text", "text": "…"}')
+        raise wrong(path, part, 'must be an object such as {"type": "text", "text": "…"}')
     if part.get("type") != "text":
-        raise _wrong(f"{path}.type", part.get("type"), "is not supported; only text parts are")
-    _refuse_unknown(part, frozenset({"type", "text"}), path)
+        raise wrong(f"{path}.type", part.get("type"), "is not supported; only text parts are")
+    refuse_unknown(part, frozenset({"type", "text"}), path)
     return _string(part.get("text"), f"{path}.text")
 
 
 def _check_tool_calls(calls: object, path: str) -> list[dict[str, Any]]:
     if not isinstance(calls, list):
-        raise _wrong(path, calls, "must be a list of tool calls")
+        raise wrong(path, calls, "must be a list of tool calls")
     return [_check_tool_call(call, f"{path}[{index}]") for index, call in enumerate(calls)]
 
 
 def _check_tool_call(call: object, path: str) -> dict[str, Any]:
     if not isinstance(call, dict):
-        raise _wrong(path, call, "must be an object with id, type and function")
-    _refuse_unknown(call, _TOOL_CALL_FIELDS, path)
+        raise wrong(path, call, "must be an object with id, type and function")
+    refuse_unknown(call, _TOOL_CALL_FIELDS, path)
     if call.get("type") != "function":
-        raise _wrong(f"{path}.type", call.get("type"), 'must be "function"')
+        raise wrong(f"{path}.type", call.get("type"), 'must be "function"')
     function = call.get("function")
     if not isinstance(function, dict):
-        raise _wrong(f"{path}.function", function, "must be an object with name and arguments")
-    _refuse_unknown(function, _FUNCTION_FIELDS, f"{path}.function")
+        raise wrong(f"{path}.function", function, "must be an object with name and arguments")
+    refuse_unknown(function, _FUNCTION_FIELDS, f"{path}.function")
     return {
         "id": _string(call.get("id"), f"{path}.id"),
         "type": "function",
@@ -127,22 +128,11 @@ def _check_arguments(text: object, path: str) -> dict[str, Any]:
     except (msgspec.DecodeError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
-        raise _wrong(path, text, "must be the JSON text of an object")
+        raise wrong(path, text, "must be the JSON text of an object")
     return arguments
 
 
 def _string(value: object, path: str) -> str:
     if not isinstance(value, str):
-        raise _wrong(path, value, "must be a string")
+        raise wrong(path, value, "must be a string")
     return value
-
-
-def _refuse_unknown(given: dict[str, Any], known: frozenset[str], path: str) -> None:
-    for name in given:
-        if name not in known:
-            field = f"{path}.{name}"[:200]
-            raise InvalidRequestError(f"{field} is not a known field", param=field, code="unknown_field")
-
-
-def _wrong(path: str, value: object, rule: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{path} is {shorten(value)}; it {rule}", param=path)

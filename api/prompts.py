@@ -97,19 +97,22 @@ def text_grammar(body: GenerationBody) -> tuple[GrammarSpec | None, str]:
 
 
 def encode_prompt(
-    service: Service, text: str, *, add_special_tokens: bool, param: str, is_cut: bool = False
+    service: Service, text: str, *, add_special_tokens: bool, param: str, num_kept: int | None = None
 ) -> list[int]:
     """The prompt's token ids.
 
     Args:
-        is_cut: only its end will be used, so it may have any length.
+        num_kept: its last tokens that are wanted; None: all.
 
     Raises:
-        InvalidRequestError: the text is too long for any context, which is told before it is tokenised.
+        InvalidRequestError: the text is too long for any context, which is told before it is tokenised; or its last
+            tokens cannot be known without all the others.
     """
     tokenizer, limit = service.tokenizer, service.max_model_len
+    if num_kept is not None:
+        return _encode_end(service, text, num_kept, add_special_tokens=add_special_tokens, param=param)
     num_bytes = len(text.encode("utf-8", "replace"))
-    if not is_cut and num_bytes > limit * tokenizer.longest_token:
+    if num_bytes > limit * tokenizer.longest_token:
         raise InvalidRequestError(
             f"the prompt has {num_bytes} bytes, so at least {-(-num_bytes // tokenizer.longest_token)} tokens; with "
             f"max_model_len {limit} it may have at most {limit - 1}",
@@ -119,28 +122,42 @@ def encode_prompt(
     return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 
-def cut_prompt(service: Service, token_ids: list[int], num_kept: int | None, max_tokens: int | None) -> list[int]:
-    """The prompt's last `num_kept` tokens, as truncate_prompt_tokens says it; None: all of them.
+def _encode_end(service: Service, text: str, num_kept: int, *, add_special_tokens: bool, param: str) -> list[int]:
+    tokenizer = service.tokenizer
+    max_bytes = 2 * service.max_model_len * tokenizer.longest_token
+    ids = tokenizer.encode_end(text, num_kept, add_special_tokens=add_special_tokens, max_bytes=max_bytes)
+    if ids is None:
+        raise InvalidRequestError(
+            f"truncate_prompt_tokens keeps the prompt's last {num_kept} tokens, but its last {max_bytes} bytes have no "
+            "place where this model's tokens are sure to begin, such as a space; shorten the text",
+            param=param,
+            code="context_length_exceeded",
+        )
+    return ids
+
+
+def num_kept_tokens(service: Service, wanted: int | None, max_tokens: int | None) -> int | None:
+    """How many of a prompt's last tokens are kept; None: all of them.
 
     Args:
-        num_kept: -1 for as many as fit beside `max_tokens`, or beside one token.
+        wanted: truncate_prompt_tokens; -1 for as many as fit beside `max_tokens`, or beside one token.
 
     Raises:
         InvalidRequestError: it is more than a context holds.
     """
     limit = service.max_model_len
-    if num_kept is None:
-        return token_ids
-    if num_kept > limit:
+    if wanted is None:
+        return None
+    if wanted > limit:
         raise InvalidRequestError(
-            f"truncate_prompt_tokens is {num_kept}; it must be at most max_model_len ({limit})",
+            f"truncate_prompt_tokens is {wanted}; it must be at most max_model_len ({limit})",
             param="truncate_prompt_tokens",
         )
-    if num_kept < 0:
-        # Where the context slides, the output may go on beyond it.
-        slides = service.client.resolved.slide_by is not None
-        num_kept = max(1, limit - (1 if slides or max_tokens is None else max_tokens))
-    return token_ids[-num_kept:]
+    if wanted > 0:
+        return wanted
+    # Where the context slides, the output may go on beyond it.
+    slides = service.client.resolved.slide_by is not None
+    return max(1, limit - (1 if slides or max_tokens is None else max_tokens))
 
 
 def render_chat(service: Service, messages: list[dict[str, Any]], fields: TemplateFields, **kwargs: Any) -> str:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Container, Iterable
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
 
+from pageframe.api.checks import refuse_unknown, wrong
 from pageframe.api.errors import shorten
 from pageframe.api.messages import check_messages
 from pageframe.api.middleware import REQUEST_ID_RULE, is_request_id
@@ -68,7 +68,7 @@ BodyT = TypeVar("BodyT", bound="Body")
 def _check_stop(value: object) -> tuple[str, ...]:
     strings = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(strings, list) or not all(isinstance(text, str) for text in strings):
-        raise InvalidRequestError(f"stop is {shorten(value)}; it must be a string or a list of strings", param="stop")
+        raise wrong("stop", value, "must be a string or a list of strings")
     return tuple(strings)
 
 
@@ -93,7 +93,7 @@ def _check_prompt(value: object, path: str) -> str | list[int]:
 
 def _check_ids(field: str, value: object, kind: str = "a list of token ids") -> list[int]:
     if not isinstance(value, list):
-        raise InvalidRequestError(f"{field} is {shorten(value)}; it must be {kind}", param=field)
+        raise wrong(field, value, f"must be {kind}")
     for index, token_id in enumerate(value):
         if type(token_id) is not int or not MIN_INT64 <= token_id <= MAX_INT64:
             path = f"{field}[{index}]"
@@ -118,9 +118,7 @@ def _check_logit_bias(value: object) -> dict[int, float]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise InvalidRequestError(
-            f"logit_bias is {shorten(value)}; it must be an object of token ids and numbers", param="logit_bias"
-        )
+        raise wrong("logit_bias", value, "must be an object of token ids and numbers")
     if len(value) > MAX_BIASED_TOKENS:
         raise InvalidRequestError(
             f"logit_bias has {len(value)} token ids; at most {MAX_BIASED_TOKENS} are allowed", param="logit_bias"
@@ -142,7 +140,7 @@ def _check_logit_bias(value: object) -> dict[int, float]:
 def _check_bad_words(value: object) -> tuple[str, ...]:
     words = [] if value is None else value
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-        raise InvalidRequestError(f"bad_words is {shorten(value)}; it must be a list of strings", param="bad_words")
+        raise wrong("bad_words", value, "must be a list of strings")
     if len(words) > MAX_WORDS:
         raise InvalidRequestError(
             f"bad_words has {len(words)} strings; at most {MAX_WORDS} are allowed", param="bad_words"
@@ -159,31 +157,18 @@ def _check_bad_words(value: object) -> tuple[str, ...]:
 def _check_truncation(value: object) -> int | None:
     if value is None or (type(value) is int and (value == -1 or 1 <= value <= MAX_INT64)):
         return value
-    raise InvalidRequestError(
-        f"truncate_prompt_tokens is {shorten(value)}; it must be an integer of at least 1, or -1 for what fits",
-        param="truncate_prompt_tokens",
-    )
-
-
-def _refuse_unknown(names: Iterable[str], known: Container[str], prefix: str = "") -> None:
-    """Stops at the first name that is not known."""
-    for name in names:
-        if name not in known:
-            path = f"{prefix}{name}"[:200]
-            raise InvalidRequestError(f"{path} is not a known field", param=path, code="unknown_field")
+    raise wrong("truncate_prompt_tokens", value, "must be an integer of at least 1, or -1 for what fits")
 
 
 def _check_stream_options(value: object) -> object:
     if isinstance(value, dict):
-        _refuse_unknown(value, StreamOptions.model_fields, "stream_options.")
+        refuse_unknown(value, StreamOptions.model_fields, "stream_options")
     return value
 
 
 def _check_request_id(value: object) -> str | None:
     if value is not None and not (isinstance(value, str) and is_request_id(value)):
-        raise InvalidRequestError(
-            f"request_id is {shorten(value)}; it must be a string of {REQUEST_ID_RULE}", param="request_id"
-        )
+        raise wrong("request_id", value, f"must be a string of {REQUEST_ID_RULE}")
     return value
 
 
@@ -195,9 +180,7 @@ def _check_template_kwargs(value: object) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise InvalidRequestError(
-            f"chat_template_kwargs is {shorten(value)}; it must be an object", param="chat_template_kwargs"
-        )
+        raise wrong("chat_template_kwargs", value, "must be an object")
     for key in RESERVED_TEMPLATE_KEYS:
         if key in value:
             raise InvalidRequestError(
@@ -245,7 +228,7 @@ class GenerationBody(Body):
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     truncate_prompt_tokens: Annotated[int | None, PlainValidator(_check_truncation)] = None
     seed: Int64 | None = None
-    stop: Annotated[tuple[str, ...], BeforeValidator(_check_stop, json_schema_input_type=str | list[str] | None)] = ()
+    stop: Annotated[tuple[str, ...], BeforeValidator(_check_stop)] = ()
     stop_token_ids: Annotated[list[int], BeforeValidator(_check_stop_ids)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -293,10 +276,11 @@ class CompletionBody(GenerationBody):
 class TokenizeBody(Body, TemplateFields):
     """Text or messages, one of the two. Special tokens are added to text, not to what a template wrote."""
 
-    not_built: ClassVar[dict[str, tuple[object, ...]]] = {"tools": ([],), "return_token_strs": (False,)}
+    not_built: ClassVar[dict[str, tuple[object, ...]]] = {"return_token_strs": (False,)}
 
     prompt: str | None = None
     messages: Annotated[list[dict[str, Any]] | None, BeforeValidator(_check_optional_messages)] = None
+    tools: Annotated[tuple[Tool, ...], PlainValidator(check_tools)] = ()
     add_special_tokens: bool | None = None
 
 
@@ -316,7 +300,7 @@ def check_body(kind: type[BodyT], content: dict[str, Any]) -> BodyT:
             _check_neutral(name, value, kind.not_built[name])
         elif name not in kind.ignored:
             fields[name] = value
-    _refuse_unknown(fields, kind.model_fields)
+    refuse_unknown(fields, kind.model_fields)
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
@@ -349,4 +333,4 @@ def _first_fault(error: ValidationError) -> InvalidRequestError:
     if fault["type"] == "missing":
         return InvalidRequestError(f"{path} is missing; it is required", param=path, code="missing_field")
     rule = _RULES.get(fault["type"], "must be of another kind").format(**fault.get("ctx", {}))
-    return InvalidRequestError(f"{path} is {shorten(fault['input'])}; it {rule}", param=path)
+    return wrong(path, fault["input"], rule)

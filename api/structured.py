@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from pageframe.api.errors import shorten
+from pageframe.api.checks import refuse_unknown, wrong
 from pageframe.runtime.errors import InvalidRequestError
 from pageframe.runtime.grammar import MAX_SOURCE_BYTES, GrammarSpec
 
@@ -28,11 +28,11 @@ def check_response_format(value: object) -> GrammarSpec | None:
         return None
     path = "response_format"
     if not isinstance(value, dict):
-        raise _wrong(path, value, 'must be an object such as {"type": "json_object"}')
+        raise wrong(path, value, 'must be an object such as {"type": "json_object"}')
     kind = value.get("type")
     if kind not in _FORMATS:
-        raise _wrong(f"{path}.type", kind, f"must be one of {', '.join(_FORMATS)}")
-    _refuse_unknown(value, ("type", "json_schema") if kind == "json_schema" else ("type",), path)
+        raise wrong(f"{path}.type", kind, f"must be one of {', '.join(_FORMATS)}")
+    refuse_unknown(value, ("type", "json_schema") if kind == "json_schema" else ("type",), path)
     if kind == "text":
         return None
     return GrammarSpec("json_object") if kind == "json_object" else _json_schema(value.get("json_schema"))
@@ -48,8 +48,8 @@ def check_structured_outputs(value: object) -> GrammarSpec | None:
         return None
     path = "structured_outputs"
     if not isinstance(value, dict):
-        raise _wrong(path, value, f"must be an object with one of {', '.join(_KINDS)}")
-    _refuse_unknown(value, tuple(_KINDS), path)
+        raise wrong(path, value, f"must be an object with one of {', '.join(_KINDS)}")
+    refuse_unknown(value, tuple(_KINDS), path)
     given = [name for name in value if value[name] is not None]
     if len(given) > 1:
         raise InvalidRequestError(f"{path} has {' and '.join(given)}; only one of them can be followed", param=path)
@@ -62,15 +62,15 @@ def check_structured_outputs(value: object) -> GrammarSpec | None:
 def _json_schema(value: object) -> GrammarSpec:
     path = "response_format.json_schema"
     if not isinstance(value, dict):
-        raise _wrong(path, value, "must be an object with name and schema")
-    _refuse_unknown(value, _SCHEMA_FIELDS, path)
+        raise wrong(path, value, "must be an object with name and schema")
+    refuse_unknown(value, _SCHEMA_FIELDS, path)
     fields = (("name", str, "a string"), ("description", str, "a string"), ("strict", bool, "true or false"))
     for field, kind, rule in fields:
         if not isinstance(value.get(field), (kind, type(None))):
-            raise _wrong(f"{path}.{field}", value[field], f"must be {rule}")
+            raise wrong(f"{path}.{field}", value[field], f"must be {rule}")
     schema = value.get("schema")
     if not isinstance(schema, dict):
-        raise _wrong(f"{path}.schema", schema, "must be a JSON schema, an object")
+        raise wrong(f"{path}.schema", schema, "must be a JSON schema, an object")
     if value.get("strict") is not True:
         # Not strict: what cannot be enforced is left to the model, where a strict schema would be refused.
         schema = {**schema, "x-guidance": {"lenient": True, **_own_options(schema)}}
@@ -87,11 +87,11 @@ def _source(name: str, value: object, path: str) -> str:
         return _to_json(value, path)
     if name == "choice":
         if not isinstance(value, list) or not value or not all(isinstance(text, str) and text for text in value):
-            raise _wrong(path, value, "must be a list of at least one string, none of them empty")
+            raise wrong(path, value, "must be a list of at least one string, none of them empty")
         return _to_json(value, path)
     if not isinstance(value, str):
         rule = "must be a JSON schema, an object or its text" if name == "json" else "must be a string"
-        raise _wrong(path, value, rule)
+        raise wrong(path, value, rule)
     return _of_bounded_size(value, path)
 
 
@@ -108,14 +108,3 @@ def _of_bounded_size(source: str, path: str) -> str:
     if size > MAX_SOURCE_BYTES:
         raise InvalidRequestError(f"{path} has {size} bytes; at most {MAX_SOURCE_BYTES} are allowed", param=path)
     return source
-
-
-def _refuse_unknown(given: dict[str, Any], known: tuple[str, ...], path: str) -> None:
-    for name in given:
-        if name not in known:
-            field = f"{path}.{name}"[:200]
-            raise InvalidRequestError(f"{field} is not a known field", param=field, code="unknown_field")
-
-
-def _wrong(path: str, value: object, rule: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{path} is {shorten(value)}; it {rule}", param=path)

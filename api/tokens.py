@@ -14,13 +14,14 @@ from pageframe.api.encoding import encode_json
 from pageframe.api.prompts import encode_prompt, render_chat
 from pageframe.api.schemas import DetokenizeBody, TokenizeBody, check_body
 from pageframe.api.service import ServerState, Service
+from pageframe.api.tools import plan_tools
 from pageframe.runtime.errors import InvalidRequestError
 
 
 async def tokenize(state: ServerState, request: Request) -> Response:
     """The token ids of a prompt or of messages."""
     service = state.ready()
-    answer = await state.bodies.take(request, lambda content: _tokenize(service, content))
+    answer = await state.bodies.take(request, lambda content: _tokenize(service, content), has_template=True)
     return Response(answer, media_type="application/json")
 
 
@@ -39,12 +40,23 @@ def _tokenize(service: Service, content: dict[str, Any]) -> bytes:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("prompt and messages: exactly one of them must be given", param="prompt")
     is_text = body.prompt is not None
-    text = body.prompt if body.messages is None else render_chat(service, body.messages, body)
+    if body.messages is None:
+        if body.tools:
+            raise InvalidRequestError("tools are shown beside messages; a prompt has none", param="tools")
+        text = body.prompt
+    else:
+        text = render_chat(service, body.messages, body, **_tools(service, body))
     assert text is not None
     add_special = is_text if body.add_special_tokens is None else body.add_special_tokens
     param = "prompt" if is_text else "messages"
     ids = encode_prompt(service, text, add_special_tokens=add_special, param=param)
     return encode_json({"tokens": ids, "count": len(ids), "max_model_len": service.max_model_len})
+
+
+def _tools(service: Service, body: TokenizeBody) -> dict[str, Any]:
+    """What a chat request with these tools shows the template."""
+    use = None if service.template is None else plan_tools(body.tools, None, None, service.template)
+    return {} if use is None else {"tools": use.definitions}
 
 
 def _detokenize(service: Service, content: dict[str, Any]) -> bytes:

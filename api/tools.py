@@ -11,13 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from pageframe.api.checks import refuse_unknown, wrong
 from pageframe.api.errors import shorten
 from pageframe.api.tool_parsers import HermesParser, Llama3Parser, MistralParser, ToolParser
 from pageframe.runtime.chat_template import ChatTemplate
 from pageframe.runtime.errors import InvalidRequestError
 
 MAX_TOOLS = 128
-_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _TOOL_FIELDS = ("type", "function")
 _FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -168,7 +169,7 @@ def check_tools(value: object) -> tuple[Tool, ...]:
     if value is None:
         return ()
     if not isinstance(value, list):
-        raise _wrong("tools", value, "must be a list of tools")
+        raise wrong("tools", value, "must be a list of tools")
     if len(value) > MAX_TOOLS:
         raise InvalidRequestError(f"tools has {len(value)} tools; at most {MAX_TOOLS} are allowed", param="tools")
     tools = tuple(_check_tool(tool, f"tools[{index}]") for index, tool in enumerate(value))
@@ -176,7 +177,7 @@ def check_tools(value: object) -> tuple[Tool, ...]:
     for index, tool in enumerate(tools):
         if tool.name in seen:
             path = f"tools[{index}].function.name"
-            raise _wrong(path, tool.name, "must differ from the names before it")
+            raise wrong(path, tool.name, "must differ from the names before it")
         seen.add(tool.name)
     return tools
 
@@ -192,37 +193,37 @@ def check_tool_choice(value: object) -> ToolChoice | None:
     if isinstance(value, str) and value in _MODES:
         return ToolChoice(value)
     if not isinstance(value, dict):
-        raise _wrong("tool_choice", value, _NAMED_RULE)
+        raise wrong("tool_choice", value, _NAMED_RULE)
     if value.get("type") != "function":
-        raise _wrong("tool_choice.type", value.get("type"), 'must be "function"')
-    _refuse_unknown(value, _TOOL_FIELDS, "tool_choice")
+        raise wrong("tool_choice.type", value.get("type"), 'must be "function"')
+    refuse_unknown(value, _TOOL_FIELDS, "tool_choice")
     function = value.get("function")
     if not isinstance(function, dict):
-        raise _wrong("tool_choice.function", function, "must be an object with name")
-    _refuse_unknown(function, ("name",), "tool_choice.function")
+        raise wrong("tool_choice.function", function, "must be an object with name")
+    refuse_unknown(function, ("name",), "tool_choice.function")
     name = function.get("name")
     if not isinstance(name, str):
-        raise _wrong("tool_choice.function.name", name, "must be a string")
+        raise wrong("tool_choice.function.name", name, "must be a string")
     return ToolChoice("required", name)
 
 
 def _check_tool(tool: object, path: str) -> Tool:
     if not isinstance(tool, dict):
-        raise _wrong(path, tool, 'must be an object such as {"type": "function", "function": {"name": "…"}}')
+        raise wrong(path, tool, 'must be an object such as {"type": "function", "function": {"name": "…"}}')
     if tool.get("type") != "function":
-        raise _wrong(f"{path}.type", tool.get("type"), 'must be "function"; tools of other types are not supported')
-    _refuse_unknown(tool, _TOOL_FIELDS, path)
+        raise wrong(f"{path}.type", tool.get("type"), 'must be "function"; tools of other types are not supported')
+    refuse_unknown(tool, _TOOL_FIELDS, path)
     path = f"{path}.function"
     function = tool.get("function")
     if not isinstance(function, dict):
-        raise _wrong(path, function, "must be an object with name, description and parameters")
-    _refuse_unknown(function, _FUNCTION_FIELDS, path)
+        raise wrong(path, function, "must be an object with name, description and parameters")
+    refuse_unknown(function, _FUNCTION_FIELDS, path)
     name = function.get("name")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise _wrong(f"{path}.name", name, "must be a string of 1 to 64 letters, digits, underscores and dashes")
+    if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
+        raise wrong(f"{path}.name", name, "must be a string of 1 to 64 letters, digits, underscores and dashes")
     for field, kind, rule in (("description", str, "a string"), ("strict", bool, "true or false")):
         if not isinstance(function.get(field), (kind, type(None))):
-            raise _wrong(f"{path}.{field}", function[field], f"must be {rule}")
+            raise wrong(f"{path}.{field}", function[field], f"must be {rule}")
     shown = {field: value for field, value in function.items() if field != "strict" and value is not None}
     # A function without parameters takes none; templates read the object.
     shown.setdefault("parameters", _NO_PARAMETERS)
@@ -233,19 +234,8 @@ def _check_tool(tool: object, path: str) -> Tool:
 
 def _check_parameters(schema: object, path: str) -> None:
     if not isinstance(schema, dict):
-        raise _wrong(path, schema, "must be a JSON schema, an object")
+        raise wrong(path, schema, "must be a JSON schema, an object")
     if schema.get("type", "object") != "object":
-        raise _wrong(f"{path}.type", schema["type"], 'must be "object", since arguments are one')
+        raise wrong(f"{path}.type", schema["type"], 'must be "object", since arguments are one')
     if not isinstance(schema.get("properties", {}), dict):
-        raise _wrong(f"{path}.properties", schema["properties"], "must be an object")
-
-
-def _refuse_unknown(given: dict[str, Any], known: tuple[str, ...], path: str) -> None:
-    for name in given:
-        if name not in known:
-            field = f"{path}.{name}"[:200]
-            raise InvalidRequestError(f"{field} is not a known field", param=field, code="unknown_field")
-
-
-def _wrong(path: str, value: object, rule: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{path} is {shorten(value)}; it {rule}", param=path)
+        raise wrong(f"{path}.properties", schema["properties"], "must be an object")

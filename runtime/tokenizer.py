@@ -6,10 +6,8 @@ anywhere. Knows nothing of models, requests or chat formats. No torch.
 
 from __future__ import annotations
 
-import json
-import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +19,11 @@ from pageframe.runtime.errors import InvalidRequestError, ModelError
 from pageframe.runtime.models.config import read_json
 from pageframe.runtime.models.gguf import GgufFile
 from pageframe.runtime.models.source import ModelSource, one_line
+from pageframe.runtime.text_end import LLAMA_3_SPLIT, QWEN_2_SPLIT, Cuts
+from pageframe.runtime.token_bytes import Decoding, byte_level_bytes, decoding_of
 
-_SPACE_MARK = "\u2581"
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+#: Of a text's end that is tried first where its last tokens are wanted: most texts have fewer.
+_CHARS_PER_TOKEN = 6
 
 _GGUF_CONTROL = 3
 _GGUF_USER_DEFINED = 4
@@ -73,6 +73,7 @@ class Tokenizer:
         bos_id = inner.token_to_id(bos_token) if bos_token else None
         self.add_bos = bos_id is not None and self.encode("", add_special_tokens=True)[:1] == [bos_id]
         self.longest_token = max(len(self.token_bytes(token_id)) for token_id in range(self.vocab_size))
+        self._cuts = Cuts(inner)
         self._plain: tokenizers.Tokenizer | None = None
         self._plain_lock = threading.Lock()
 
@@ -106,6 +107,35 @@ class Tokenizer:
                 f"the text holds {missing!r} (U+{ord(missing):04X}), for which this model has no token"
             ) from error
         return self._bos_ids + ids + self._eos_ids if add_special_tokens else ids
+
+    def encode_end(self, text: str, num_tokens: int, *, add_special_tokens: bool, max_bytes: int) -> list[int] | None:
+        """The last `num_tokens` of the token ids that `encode` gives, or all, where they are fewer.
+
+        No more of the text's end is tokenised than those tokens need, and so that it begins where a cut is sure to
+        change none of them.
+
+        Args:
+            max_bytes: most that may be tokenised at once. With 2 * num_tokens * `longest_token` there is always enough
+                of a text that has places to cut at.
+
+        Returns:
+            None where it would take more: the text, or its end, cannot be cut.
+
+        Raises:
+            InvalidRequestError: as `encode`.
+        """
+        num_chars = num_tokens * _CHARS_PER_TOKEN
+        num_around = len(self.encode("", add_special_tokens=add_special_tokens))
+        while True:
+            start = self._cuts.last(text, len(text) - num_chars, len(text) - max_bytes) or 0
+            end = text[start:]
+            if len(end.encode("utf-8", "replace")) > max_bytes:
+                return None
+            ids = self.encode(end, add_special_tokens=add_special_tokens)
+            # What is added in front of the text is not among the last ones, though it was added to its end, too.
+            if start == 0 or len(ids) >= num_tokens + num_around:
+                return ids[-num_tokens:]
+            num_chars *= 2
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `ids`; bytes that are no UTF-8 become U+FFFD, ids beyond the vocabulary nothing."""
@@ -152,14 +182,6 @@ class Tokenizer:
             return self._plain
 
 
-@dataclass(frozen=True, slots=True)
-class Decoding:
-    """How a vocabulary's spelling of tokens stands for bytes."""
-
-    token_bytes: Callable[[str], bytes]
-    strips_leading_space: bool = False
-
-
 def load_tokenizer(source: ModelSource) -> Tokenizer:
     """The tokenizer of the model at `source`.
 
@@ -194,7 +216,7 @@ def _tokenizer_of_folder(folder: Path) -> Tokenizer:
     eos_id = inner.token_to_id(eos_token) if config.get("add_eos_token") is True else None
     return Tokenizer(
         inner,
-        _decoding_of(inner.decoder, path),
+        decoding_of(inner.decoder, path),
         bos_ids=[] if bos_id is None or around[:1] == [bos_id] else [bos_id],
         eos_ids=[] if eos_id is None or around[-1:] == [eos_id] else [eos_id],
         bos_token=bos_token,
@@ -215,80 +237,7 @@ def _special_token(folder: Path, config: dict[str, Any], name: str) -> str:
     return value or ""
 
 
-def _decoding_of(decoder: Any, where: Path) -> Decoding:
-    """Recognises the byte table that a tokenizer.json's decoder amounts to.
-
-    Raises:
-        ModelError: it is neither byte-level nor SentencePiece's, nor do its tokens stand for themselves.
-    """
-    state = json.loads(decoder.__getstate__()) if decoder is not None else None
-    steps = state["decoders"] if state and state["type"] == "Sequence" else [state]
-    kinds = [step["type"] if step else None for step in steps]
-    if kinds == ["ByteLevel"]:
-        return Decoding(_byte_level_bytes)
-    if kinds == ["Fuse"]:
-        return Decoding(str.encode)
-    replaces_mark, strips, falls_back = False, False, False
-    for step, kind in zip(steps, kinds, strict=True):
-        if kind == "Replace" and step["pattern"] == {"String": _SPACE_MARK} and step["content"] == " ":
-            replaces_mark = True
-        elif kind == "Metaspace" and step["replacement"] == _SPACE_MARK:
-            # It drops every mark of the first token; SentencePiece, which it stands for, drops one.
-            replaces_mark, strips = True, step.get("prepend_scheme", "always") != "never"
-        elif kind == "Strip" and (step["content"], step["start"], step["stop"]) == (" ", 1, 0):
-            strips = True
-        elif kind == "ByteFallback":
-            falls_back = True
-        elif kind != "Fuse":
-            raise ModelError(
-                f"{where}: its decoder is {kinds}; supported are ByteLevel and SentencePiece's, and Fuse alone"
-            )
-    if not replaces_mark:
-        raise ModelError(
-            f"{where}: its decoder is {kinds}; supported are ByteLevel and SentencePiece's, and Fuse alone"
-        )
-    return Decoding(_sentencepiece_bytes if falls_back else _marked_bytes, strips)
-
-
-def _byte_level_chars() -> dict[int, int]:
-    """Byte-level BPE's printable stand-ins: code point of the stand-in -> byte.
-
-    GPT-2's table (https://github.com/openai/gpt-2, src/encoder.py): printable Latin-1 characters stand for themselves,
-    the other bytes, in order, for the code points from 256 on.
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {byte: byte for byte in printable} | {256 + index: byte for index, byte in enumerate(others)}
-
-
-_NOT_LATIN_1 = 0x100
-#: For str.translate: Latin-1 characters that stand for no byte become one that Latin-1 cannot encode.
-_TO_LATIN_1 = dict.fromkeys(range(256), _NOT_LATIN_1) | _byte_level_chars()
-
-
-def _byte_level_bytes(token: str) -> bytes:
-    try:
-        return token.translate(_TO_LATIN_1).encode("latin-1")
-    except UnicodeEncodeError:  # an added token, spelt as it is
-        return token.encode()
-
-
-def _marked_bytes(token: str) -> bytes:
-    return token.replace(_SPACE_MARK, " ").encode()
-
-
-def _sentencepiece_bytes(token: str) -> bytes:
-    byte = _BYTE_TOKEN.fullmatch(token)
-    return bytes([int(byte[1], 16)]) if byte else _marked_bytes(token)
-
-
 # --- GGUF files ---
-
-_LLAMA_3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN_2_SPLIT = _LLAMA_3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,8 +261,8 @@ class _Splitting:
 
 _GPT_2 = _Splitting()
 _SMOLLM = _Splitting(single_digits=True)
-_LLAMA_3 = _Splitting(_LLAMA_3_SPLIT, whole_words=True, add_bos=True)
-_QWEN_2 = _Splitting(_QWEN_2_SPLIT, nfc=True)
+_LLAMA_3 = _Splitting(LLAMA_3_SPLIT, whole_words=True, add_bos=True)
+_QWEN_2 = _Splitting(QWEN_2_SPLIT, nfc=True)
 #: `tokenizer.ggml.pre` -> splitting.
 _SPLITTINGS = {
     "gpt-2": _GPT_2,
@@ -351,7 +300,7 @@ def _tokenizer_of_gguf(file: GgufFile) -> Tokenizer:
     adds_bos = splitting.add_bos if get("add_bos_token") is None else get("add_bos_token") is True
     return Tokenizer(
         inner,
-        Decoding(_byte_level_bytes),
+        Decoding(byte_level_bytes),
         bos_ids=ids["bos"] if adds_bos else [],
         eos_ids=ids["eos"] if get("add_eos_token") is True else [],
         bos_token="".join(tokens[token_id] for token_id in ids["bos"]),

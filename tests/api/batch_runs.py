@@ -42,6 +42,10 @@ class Run:
         self.engine = engine or FakeEngine()
         self.results_file: Callable[[Path, Scan], AbstractContextManager[ResultFile]] = open_results
         self.batch: Batch | None = None
+        self.max_queue = MAX_MAX_QUEUE
+        #: Seconds, of each pause before a request was sent again. None of them is really taken.
+        self.pauses: list[float] = []
+        self.on_pause: Callable[[], None] = lambda: None
 
     def service(self) -> Service:
         metrics = Metrics("tiny", self.engine.resolved, lambda: self.engine.stats)
@@ -49,10 +53,10 @@ class Run:
 
     def run(self, concurrency: int | None = None) -> BatchCounts:
         requests = scan_requests(self.input)
-        config = ServerConfig(max_queue=MAX_MAX_QUEUE)
+        config = ServerConfig(max_queue=self.max_queue)
         with self.input.open("rb") as file, self.results_file(self.output, requests) as results:
             lines = (item for item in read_requests(file) if not results.has(item))
-            self.batch = batch = Batch(lines, results, requests.num_lines, concurrency)
+            self.batch = batch = Batch(lines, results, requests.num_lines, concurrency, pause=self._pause)
 
             async def work() -> None:
                 self.loop = asyncio.get_running_loop()
@@ -61,6 +65,10 @@ class Run:
 
             asyncio.run(work())
         return batch.counts
+
+    async def _pause(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self.on_pause()
 
     def start(self, concurrency: int | None = None) -> None:
         """`run`, in a thread."""

@@ -48,8 +48,11 @@ class RunningServer:
     def start(self, *, wait: bool = True) -> RunningServer:
         self._thread.start()
         if wait:
-            assert self._ready.wait(WAIT_SECONDS)
+            self.wait_ready()
         return self
+
+    def wait_ready(self) -> None:
+        assert self._ready.wait(WAIT_SECONDS)
 
     def stop(self) -> None:
         """As a signal does; returns at once."""
@@ -90,8 +93,14 @@ class RunningServer:
 
     async def _load(self) -> Service:
         await asyncio.to_thread(self.may_load.wait, WAIT_SECONDS)
-        self._loop.call_soon(self._ready.set)
+        self._announcing = asyncio.create_task(self._announce())
         return Service(**self._service)
+
+    async def _announce(self) -> None:
+        """Says that the server is ready when it has taken what was loaded, some turns of its loop later."""
+        while self.state.service is None:
+            await asyncio.sleep(0)
+        self._ready.set()
 
 
 Start = Callable[..., RunningServer]

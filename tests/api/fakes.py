@@ -70,6 +70,9 @@ class ByteTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool, parse_special: bool = True) -> list[int]:
         return [BOS] * add_special_tokens + list(text.encode())
 
+    def encode_end(self, text: str, num_tokens: int, *, add_special_tokens: bool, max_bytes: int) -> list[int] | None:
+        return self.encode(text, add_special_tokens=add_special_tokens)[-num_tokens:]
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         kept = [i for i in ids if not (skip_special_tokens and self.is_special(i))]
         return b"".join(map(self.token_bytes, kept)).decode(errors="replace")
@@ -236,6 +239,14 @@ class FakeEngine:
             self._live.discard(choice_id)
             self.aborted.append(choice_id)
             self._changed.notify_all()
+
+    def cancel(self, choice_id: str) -> bool:
+        if choice_id not in self._live:
+            return False
+        added = next(added for added in self.added if choice_id in choice_ids(added.request_id, added.params.n))
+        self.abort(choice_id)
+        added.queue.put(RequestOutput(request_id=choice_id, token_ids=[], finish_reason="cancelled"))
+        return True
 
     def finish(self, choice_id: str, num_output_tokens: int) -> None:
         with self._changed:

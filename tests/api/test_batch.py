@@ -25,7 +25,7 @@ from pageframe.runtime.errors import ConfigError, EngineDeadError
 
 from .batch_runs import CHAT, COMPLETION, Run, line, to_bytes
 from .conftest import RunningServer
-from .fakes import FakeEngine, outputs_of, reply
+from .fakes import FakeEngine, reply
 
 # ---- lines in and out -----------------------------------------------------------------------------------------------
 
@@ -249,13 +249,6 @@ def test_a_disk_that_is_full_ends_it_whoever_is_under_way(tmp_path: Path) -> Non
     assert isinstance(batch.failure, ResultFileError)
     assert str(batch.failure) == f"{batch.output} cannot be written: No space left on device"
     assert len(engine.aborted) == 2
-
-
-def test_a_step_that_fails_is_the_requests_result(tmp_path: Path) -> None:
-    engine = FakeEngine(lambda prompt, params: outputs_of([[]], reason="error"))
-    batch = Run(tmp_path, [line("a")], engine)
-    assert batch.run().failed == 1
-    assert batch.results()[0]["response"]["status_code"] == 500
 
 
 def test_a_result_that_was_not_written_whole_is_made_again(tmp_path: Path) -> None:

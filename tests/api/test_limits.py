@@ -5,16 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import socket
 import threading
-from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
-import httpx
 import pytest
-from starlette.requests import Request
 
 from pageframe.api.body import HUGE_BODY_BYTES, LARGE_BODY_BYTES, MAX_FULL_BODIES, BodyReader, parse_object
 from pageframe.api.errors import ApiError
@@ -23,53 +17,18 @@ from pageframe.runtime.models.source import resolve_source
 from pageframe.runtime.tokenizer import load_tokenizer
 
 from .conftest import RunningServer, Start
-from .fakes import MAX_MODEL_LEN, VOCAB_SIZE, WAIT_SECONDS, ByteTokenizer
+from .fakes import MAX_MODEL_LEN, VOCAB_SIZE, WAIT_SECONDS
+from .raw_bodies import JSON, HeldTokenizer, posting, request_of, status_of_head, take
 
-JSON = {"content-type": "application/json"}
 LARGE, HUGE = LARGE_BODY_BYTES + 1, HUGE_BODY_BYTES + 1
 
 
 # ---- nobody waits for a large request -------------------------------------------------------------------------------
 
 
-class HeldTokenizer(ByteTokenizer):
-    """Holds texts that begin with "hold" until the test lets them go."""
-
-    def __init__(self) -> None:
-        self.entered: list[str] = []
-        self.let_go = threading.Event()
-        self._changed = threading.Condition()
-
-    def encode(self, text: str, **options: Any) -> list[int]:
-        if text.startswith("hold"):
-            with self._changed:
-                self.entered.append(text)
-                self._changed.notify_all()
-            assert self.let_go.wait(WAIT_SECONDS)
-        return super().encode(text, **options)
-
-    def wait_for(self, num_entered: int) -> None:
-        with self._changed:
-            assert self._changed.wait_for(lambda: len(self.entered) == num_entered, WAIT_SECONDS)
-
-
 def padded(prompt: str, size: int, field: str = "prompt") -> bytes:
     body = json.dumps({field: prompt}).encode()
     return body + b" " * (size - len(body))
-
-
-@contextmanager
-def posting(server: RunningServer, tokenizer: HeldTokenizer) -> Iterator[Callable[..., Any]]:
-    """Posts on connections of their own and threads of their own; lets held texts go at the end."""
-    with ThreadPoolExecutor(8) as pool:
-
-        def post(path: str, body: bytes) -> Any:
-            return pool.submit(httpx.post, server.url + path, content=body, headers=JSON, timeout=WAIT_SECONDS)
-
-        try:
-            yield post
-        finally:
-            tokenizer.let_go.set()
 
 
 @pytest.mark.parametrize("size", [LARGE, HUGE])
@@ -128,19 +87,6 @@ def test_other_threads_run_while_a_real_text_is_tokenised() -> None:
 # ---- refused before it is read --------------------------------------------------------------------------------------
 
 
-def head(path: str, size: int) -> bytes:
-    return (
-        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {size}\r\n\r\n"
-    ).encode()
-
-
-def status_of_head(server: RunningServer, path: str, size: int, body: bytes = b"") -> int:
-    """The status of an answer that comes when no more than that has been sent."""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=WAIT_SECONDS) as connection:
-        connection.sendall(head(path, size) + body)
-        return int(connection.recv(65536).split(b" ")[1])
-
-
 def test_a_body_that_is_too_large_is_refused_by_its_length(server: RunningServer) -> None:
     assert status_of_head(server, "/v1/completions", server.config.max_body_bytes + 1) == 413
 
@@ -180,28 +126,6 @@ def test_a_text_beyond_any_context_is_refused_before_it_is_tokenised(start: Star
 
 
 # ---- all bodies together --------------------------------------------------------------------------------------------
-
-Send = Callable[[bytes], Awaitable[None]]
-
-
-def request_of(chunks: asyncio.Queue[bytes], length: int | None) -> Request:
-    """A POST whose body comes as the test puts it; b"" ends it."""
-    headers = [(b"content-type", b"application/json")]
-    if length is not None:
-        headers.append((b"content-length", str(length).encode()))
-
-    async def receive() -> dict[str, Any]:
-        chunk = await chunks.get()
-        return {"type": "http.request", "body": chunk, "more_body": chunk != b""}
-
-    return Request({"type": "http", "method": "POST", "headers": headers}, receive)
-
-
-async def take(reader: BodyReader, body: bytes, *, declare: bool = True) -> dict[str, Any]:
-    chunks: asyncio.Queue[bytes] = asyncio.Queue()
-    for chunk in (body, b""):
-        chunks.put_nowait(chunk)
-    return await reader.take(request_of(chunks, len(body) if declare else None), lambda content: content)
 
 
 @pytest.mark.parametrize("declare", [True, False])

@@ -150,8 +150,15 @@ def test_a_list_that_does_not_fit_into_the_queue_is_refused_whole(start: Start) 
     server = start(max_queue=1)
     assert server.complete(prompt=["a"] * 9).status_code == 200
     response = server.complete(prompt=["a"] * 10)
-    assert response.status_code == 429
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "too_many_choices")
+    assert "makes 10 choices; at most 8 run at once (max_num_requests) and 1 wait (max_queue), so 9" in response.text
+    response = server.complete(prompt=["a"] * 3, n=4)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "n")
     assert len(server.engine.added) == 9
+    # Not for ever: it fits when those that run have ended.
+    server.engine.held_from = 1
+    with server.client.stream("POST", "/v1/completions", json={"prompt": "a", "stream": True}):
+        assert server.complete(prompt=["a"] * 9).status_code == 429
 
 
 # ---- echo and prompt_logprobs ---------------------------------------------------------------------------------------
@@ -336,3 +343,31 @@ def test_the_end_of_a_conversation_is_kept(server: RunningServer) -> None:
     assert server.chat(messages=long).status_code == 400
     assert server.chat(messages=long, truncate_prompt_tokens=-1).status_code == 200
     assert len(server.engine.added[1].prompt_token_ids) == MAX_MODEL_LEN - 1
+
+
+class EndTokenizer(ByteTokenizer):
+    """Knows no more of a text than its last tokens, and of some texts not even those."""
+
+    def encode_end(self, text: str, num_tokens: int, *, add_special_tokens: bool, max_bytes: int) -> list[int] | None:
+        self.max_bytes = max_bytes
+        return None if "whole" in text else list(text.encode())[-num_tokens:]
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        raise AssertionError("the whole text was tokenised")
+
+
+@pytest.mark.parametrize("field", ["prompt", "messages"])
+def test_a_text_of_which_the_end_is_kept_is_not_tokenised_whole(start: Start, field: str) -> None:
+    tokenizer = EndTokenizer()
+    server = start(service={"tokenizer": tokenizer})
+    ask = server.complete if field == "prompt" else server.chat
+
+    def given(text: str) -> Any:
+        return text if field == "prompt" else [{"role": "user", "content": text}]
+
+    assert ask(**{field: given("x" * 10**6)}, truncate_prompt_tokens=7).status_code == 200
+    assert len(server.engine.added[0].prompt_token_ids) == 7
+    assert tokenizer.max_bytes == 2 * MAX_MODEL_LEN * tokenizer.longest_token
+    error = ask(**{field: given("whole")}, truncate_prompt_tokens=7).json()["error"]
+    assert (error["param"], error["code"]) == (field, "context_length_exceeded")
+    assert f"last 7 tokens, but its last {tokenizer.max_bytes} bytes have no place where" in error["message"]

@@ -112,7 +112,11 @@ def test_a_schema_that_is_not_strict_is_enforced_where_it_can_be(server: Running
 
 
 def refused(prompt: list[int], params: SamplingParams) -> list[RequestOutput]:
-    return [RequestOutput("", [], finish_reason="refused", error="grammar has a Lark grammar that is not valid")]
+    return [
+        RequestOutput(
+            "", [], finish_reason="refused", error="grammar has a Lark grammar that is not valid", param="grammar"
+        )
+    ]
 
 
 @pytest.mark.parametrize("route", ROUTES)

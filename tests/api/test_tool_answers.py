@@ -129,6 +129,22 @@ def test_the_model_is_shown_the_tools_it_may_call(server: RunningServer) -> None
     assert prompt_of(tools=[], tool_choice="auto") == "hi|"
 
 
+def test_tokenize_shows_the_tools_as_a_chat_does(server: RunningServer) -> None:
+    def tokenize(**fields: Any) -> Any:
+        return server.client.post("/tokenize", json=fields).json()
+
+    told = tokenize(messages=USER, tools=TOOLS)
+    assert server.chat(tools=TOOLS).status_code == 200
+    assert told["tokens"] == server.engine.added[-1].prompt_token_ids == list(b"f,g,hi|")
+    assert told["count"] == len(told["tokens"])
+    for tools in (None, []):
+        assert bytes(tokenize(messages=USER, tools=tools)["tokens"]) == b"hi|"
+        assert tokenize(prompt="hi", tools=tools, add_special_tokens=False)["count"] == 2
+    assert tokenize(prompt="hi", tools=TOOLS)["error"]["param"] == "tools"
+    error = tokenize(messages=USER, tools=[{"type": "function"}])["error"]
+    assert error["param"] == "tools[0].function"
+
+
 def test_calls_are_text_where_none_may_be_made(server: RunningServer) -> None:
     server.engine.script = lambda prompt, params: reply(F)
     for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
@@ -167,7 +183,9 @@ def test_a_form_of_the_text_and_calls_exclude_each_other(server: RunningServer) 
 
 def test_a_schema_that_the_engine_refuses_is_the_tools_fault(server: RunningServer) -> None:
     server.engine.script = lambda prompt, params: [
-        RequestOutput("", [], finish_reason="refused", error="grammar has a Lark grammar that cannot be used: no")
+        RequestOutput(
+            "", [], finish_reason="refused", error="grammar has a Lark grammar that cannot be used: no", param="grammar"
+        )
     ]
     response = server.chat(tools=TOOLS, tool_choice="required", stream=True)
     assert response.status_code == 400

@@ -8,18 +8,38 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+_CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "description": "Does it.",
+        "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]},
+        "strict": True,
+    },
+}
+_SCHEMA = {"type": "object", "properties": {"a": {"enum": ["b", 1]}}, "required": ["a"], "additionalProperties": False}
 #: What a request without a fault looks like, by its route. None makes more than a few tokens.
 GOOD: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {
         "messages": [
             {"role": "system", "content": "Be brief."},
             {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+            {"role": "assistant", "content": None, "tool_calls": [_CALL]},
+            {"role": "tool", "tool_call_id": "c", "content": "1"},
         ],
         "max_tokens": 2,
         "temperature": 0.5,
         "stop": ["a", "b"],
         "logit_bias": {"5": 1.5},
-        "response_format": {"type": "text"},
+        "bad_words": ["c"],
+        "presence_penalty": 0.5,
+        "min_tokens": 1,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "tools": [_TOOL],
+        "tool_choice": "none",
+        "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": _SCHEMA, "strict": True}},
         "timeout_seconds": 5,
     },
     "/v1/completions": {
@@ -27,12 +47,16 @@ GOOD: dict[str, dict[str, Any]] = {
         "max_tokens": 2,
         "seed": 7,
         "top_p": 0.9,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "structured_outputs": {"regex": "[a-z]{1,9}"},
+        "stop_token_ids": [5],
         "n": 2,
         "stream": True,
         "stream_options": {"include_usage": True},
         "timeout_seconds": 5,
     },
-    "/tokenize": {"messages": [{"role": "user", "content": "hi"}], "add_generation_prompt": True},
+    "/tokenize": {"messages": [{"role": "user", "content": "hi"}], "add_generation_prompt": True, "tools": [_TOOL]},
     "/detokenize": {"tokens": [1, 2, 3]},
 }
 JUNK: list[Any] = [

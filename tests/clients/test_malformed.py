@@ -13,6 +13,7 @@ from pageframe.benchmarks.experiments.server_process import RunningServer
 
 from ..api.conftest import RunningServer as FakeServer
 from ..api.fakes import FakeEngine
+from ..api.test_tool_answers import HERMES, MarkTokenizer
 from .malformed import GOOD, KINDS, Malformed, malformed
 
 BATCH = 50
@@ -24,7 +25,7 @@ ROUTES = list(GOOD)
 
 @pytest.fixture(scope="module")
 def fake() -> Iterator[FakeServer]:
-    server = FakeServer(FakeEngine()).start()
+    server = FakeServer(FakeEngine(), {"tokenizer": MarkTokenizer(), "template": HERMES}).start()
     yield server
     server.close()
 
