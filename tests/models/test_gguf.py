@@ -173,6 +173,9 @@ def test_the_undamaged_file_loads(tiny_bytes: bytes, tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     path.write_bytes(tiny_bytes)
     _load_everything(path)
+    metadata = GgufFile(path).metadata
+    assert metadata["llama.block_count"] == 1
+    assert metadata["llama.context_length"] == 64
 
 
 @pytest.mark.parametrize(
