@@ -6,7 +6,8 @@ It needs torch, triton, numpy, safetensors, tokenizers and jinja2, and no networ
 measures the machine's own limits, checks every kernel against float32, times attention beside them and beside other
 implementations, and runs the engine with random weights in the shapes of three models, with graphs and without. Each
 part is a process with a time limit of its own: one that fails or hangs keeps no other from running. The table comes
-last; the raw figures are in the JSON file. `--part tune` finds launch settings instead (tune_triton.py).
+last; the raw figures are in the JSON file. Ctrl-C ends it early, with what was measured until then. `--part tune` finds
+launch settings instead (tune_triton.py).
 
 --rehearse runs the same code in Triton's interpreter on a CPU, at toy sizes and without the packages that a GPU machine
 may lack: whether the script runs at all is then known before it is on a GPU. Its figures mean nothing.
@@ -23,7 +24,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -46,33 +46,34 @@ class Part:
 
 
 PARTS = (
-    Part("machine", 60),
-    Part("checks", 120),
-    Part("attention", 90),
-    Part("others", 60),
-    Part("Qwen3-0.6B", 90),
-    Part("Llama-3.1-8B", 100),
-    Part("Qwen3-14B", 110),
+    Part("machine", 30),
+    Part("checks", 100),
+    Part("attention", 70),
+    Part("others", 50),
+    Part("Qwen3-0.6B", 60),
+    Part("Llama-3.1-8B", 75),
+    Part("Qwen3-14B", 75),
     Part("tune", 560, unasked=False),
 )
-#: All that run unasked together; what is left to the last of them may be less than their own.
-TOTAL_SECONDS = 470.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = read_arguments(argv)
-    deadline = time.monotonic() + (sum(part.seconds for part in PARTS) if args.part else TOTAL_SECONDS)
     parts = [part for part in PARTS if (part.name in args.part if args.part else part.unasked)]
     with tempfile.TemporaryDirectory() as folder:
         links = make_links(Path(folder))
         sys.path.insert(0, str(links))
-        from pageframe.benchmarks.gpu_parts.results import FAILED, format_table
+        from pageframe.benchmarks.gpu_parts.results import FAILED, Row, format_table, read_rows
 
         rows: list[Row] = []
         for part in parts:
             print(f"{part.name} …", file=sys.stderr, flush=True)
-            limit = min(part.seconds, deadline - time.monotonic())
-            rows += run_part(part.name, limit, links, Path(folder), rehearse=args.rehearse)
+            try:
+                rows += run_part(part.name, part.seconds, links, Path(folder), rehearse=args.rehearse)
+            except KeyboardInterrupt:
+                rows += read_rows(Path(folder) / f"{part.name}.json")
+                rows.append(Row(part.name, "rest", verdict=FAILED, note="stopped by Ctrl-C, and all that follows"))
+                break
         rows += save(rows, args)
     print(format_table(rows))
     return 1 if any(row.verdict == FAILED for row in rows) else 0
@@ -99,12 +100,14 @@ def make_links(folder: Path) -> Path:
 
 
 def run_part(name: str, limit: float, links: Path, folder: Path, *, rehearse: bool) -> list[Row]:
-    """A part in a process of its own: the rows that it left, and one more if it did not end well."""
+    """A part in a process of its own: the rows that it left, and one more if it did not end well. None outlives this.
+
+    Args:
+        limit: seconds after which it is ended.
+    """
     from pageframe.benchmarks.gpu_parts.results import FAILED, Row, read_rows
 
     out = folder / f"{name}.json"
-    if limit <= 0:
-        return [Row(name, "all", verdict=FAILED, note="no time was left")]
     environment = os.environ | {"PYTHONPATH": str(links)}
     environment.pop("TRITON_INTERPRET", None)
     if rehearse:
@@ -116,9 +119,11 @@ def run_part(name: str, limit: float, links: Path, folder: Path, *, rehearse: bo
     try:
         _, complaint = process.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # its compilers too
-        process.communicate()
         return [*read_rows(out), Row(name, "rest", verdict=FAILED, note=f"not done after {limit:.0f} s")]
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)  # its compilers too
+            process.communicate()
     if process.returncode:
         sys.stderr.write(complaint)
         last = complaint.strip().splitlines()[-1:] or ["it left no word"]

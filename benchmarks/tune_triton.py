@@ -3,8 +3,10 @@
     python benchmarks/gpu.py --part tune            on a machine where nothing is installed
     python -m pageframe.benchmarks.tune_triton      where Pageframe is
 
-Every setting of a grid is timed on the cases of a shape; the one with the least mean of logarithms of times is taken. A
-shape's entry replaces the table's older one for it, so that a run which is cut has not been for nothing.
+Every setting of a grid is timed on the cases of a shape, over as many sets of requests in turn that none is found in a
+cache of the device, as in a model of many layers; the one with the least mean of logarithms of times is taken. One that
+does not compile or launch there is left out. A shape's entry replaces the table's older one for it, so that a run which
+is cut has not been for nothing.
 """
 
 from __future__ import annotations
@@ -25,11 +27,12 @@ from typing import Any
 
 import torch
 import triton
+from triton.errors import TritonError
 
-from pageframe.benchmarks.gpu_parts.layer import Layer
-from pageframe.benchmarks.gpu_parts.results import NOT_MEASURED, Results, Row, format_table, read_rows
+from pageframe.benchmarks.gpu_parts.layer import Layer, kv_bytes
+from pageframe.benchmarks.gpu_parts.results import NOT_MEASURED, Results, Row, format_table, measuring, read_rows
 from pageframe.benchmarks.gpu_parts.sizes import cache_dtype
-from pageframe.benchmarks.gpu_parts.timing import timer_for
+from pageframe.benchmarks.gpu_parts.timing import Work, num_sets, timer_for
 from pageframe.kernels.triton import tables
 from pageframe.kernels.triton.backend import TritonBackend
 from pageframe.kernels.triton.tables import Settings
@@ -104,26 +107,32 @@ def run(results: Results, device: torch.device, path: Path | None = None) -> Non
         if dtype is None:
             results.add(Row(PART, str(shape), verdict=NOT_MEASURED, note=f"this device has no {shape.cache}"))
             continue
-        times = dict(_times(shape, dtype, grid, device))
-        best = min((tried for tried in times if tried is not None), key=lambda tried: times[tried])
-        write_entry(path, name, shape, dtype, best)
-        gain = times[best] / times[None]
-        note = f"{len(times) - 1} of {len(grid.settings)} settings ran; {times[best] * 1e6:,.1f} us; in {path}"
-        value = f"tile {best.tile}, {best.num_warps} warps, {best.num_stages} stages"
-        results.add(Row(PART, str(shape), value, f"{gain:.0%}", note=note, numbers={"of_default": gain}))
+        with measuring(results, PART, str(shape)):
+            times = dict(_times(shape, dtype, grid, device))
+            in_use = times.pop(None, None)
+            if not times:
+                raise RuntimeError(f"none of {len(grid.settings)} settings ran here")
+            best = min(times, key=lambda tried: times[tried])
+            assert best is not None, "the settings in use are not among those tried"
+            write_entry(path, name, shape, dtype, best)
+            note = f"{len(times)} of {len(grid.settings)} settings ran; {times[best] * 1e6:,.1f} us; in {path}"
+            value = f"tile {best.tile}, {best.num_warps} warps, {best.num_stages} stages"
+            numbers = {} if in_use is None else {"of_default": times[best] / in_use}
+            share = "".join(f"{gain:.0%}" for gain in numbers.values())
+            results.add(Row(PART, str(shape), value, share, note=note, numbers=numbers))
 
 
 def _times(
     shape: Shape, dtype: torch.dtype, grid: Grid, device: torch.device
 ) -> Iterator[tuple[Settings | None, float]]:
-    """Of the settings in use (None) and of those of the grid that this device can launch: the geometric mean of the
-    cases' seconds."""
+    """Of the settings in use (None) and of those of the grid, as far as this device compiles and launches them: the
+    geometric mean of the cases' seconds."""
     backend, timer = TritonBackend(device), timer_for(device)
     layers = [
         Layer(
             backend,
             contexts,
-            num_sets=1,
+            num_sets=num_sets(kv_bytes(contexts, NUM_KV_HEADS, shape.head_dim, dtype), device),
             new_tokens=new_tokens,
             num_heads=NUM_KV_HEADS * shape.group,
             num_kv_heads=NUM_KV_HEADS,
@@ -138,10 +147,17 @@ def _times(
     for tried in (None, *grid.settings):
         with nullcontext() if tried is None else tables.overridden(shape.kernel, tried):
             try:
-                seconds = [timer.seconds([partial(layer.attend, 0)]) for layer in layers]
-            except (triton.runtime.errors.OutOfResources, triton.runtime.errors.PTXASError):
+                seconds = [timer.seconds(_works(layer)) for layer in layers]
+            except torch.OutOfMemoryError:
+                raise
+            except (RuntimeError, TritonError):  # the compiler, its assembler or the driver refuses it
                 continue
         yield tried, math.exp(sum(map(math.log, seconds)) / len(seconds))
+
+
+def _works(layer: Layer) -> list[Work]:
+    """Attention of each of a layer's sets."""
+    return [partial(layer.attend, index) for index in range(len(layer.steps))]
 
 
 def write_entry(path: Path, device: str, shape: Shape, dtype: torch.dtype, best: Settings) -> None:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from pageframe.kernels.attention import AttentionPlan, Backend, StepBatch, UnsupportedError
+from pageframe.kernels.triton.transfer import staged
 from pageframe.runtime.batch import Batch
 
 #: Batch sizes that have a graph; a larger batch runs without one.
@@ -129,8 +130,7 @@ class DecodeGraphs:
         inputs[_TOKEN_IDS, :count] = batch.token_ids
         inputs[_POSITIONS, :count] = batch.positions
         inputs[_SLOTS, :count] = batch.slots
-        # From memory that is not pinned: the copy has left the host's array when the call returns.
-        step.inputs.copy_(torch.from_numpy(inputs), non_blocking=True)
+        step.inputs.copy_(staged(inputs, step.inputs.device), non_blocking=True)
         self._backend.update_plan(step.plan, DecodeRows.padded(batch.rows, batch.context_lens, size))
         return step.replay()[:count]
 

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pageframe.kernels.triton.transfer import to_device
 from pageframe.runtime.request import TokenLogprobs
 from pageframe.runtime.step_plan import SamplingBatch
 
@@ -30,13 +31,14 @@ def with_bias_and_masks(logits: torch.Tensor, batch: SamplingBatch) -> torch.Ten
     changed = logits.clone()
     if biased:
         rows = np.repeat([row for row, _ in biased], [len(rules.bias_ids) for _, rules in biased])
-        places = _to(np.stack((rows, np.concatenate([rules.bias_ids for _, rules in biased]))), logits)
-        changed[places[0], places[1]] += _to(np.concatenate([rules.bias for _, rules in biased]), logits)
+        places = to_device(np.stack((rows, np.concatenate([rules.bias_ids for _, rules in biased]))), logits.device)
+        changed[places[0], places[1]] += to_device(np.concatenate([rules.bias for _, rules in biased]), logits.device)
     if masked:
-        masked_rows = _to(np.array([row for row, _ in masked]), logits)
+        masked_rows = to_device(np.array([row for row, _ in masked]), logits.device)
         # As little-endian bytes, the bits are in the order of the tokens.
         words = np.stack([mask for _, mask in masked if mask is not None]).astype("<u4", copy=False)
-        bits = _to(words.view(np.uint8), logits)[:, :, None] & _to(1 << np.arange(8, dtype=np.uint8), logits)
+        each_bit = to_device(1 << np.arange(8, dtype=np.uint8), logits.device)
+        bits = to_device(words.view(np.uint8), logits.device)[:, :, None] & each_bit
         forbidden = bits.flatten(1)[:, : logits.shape[1]] == 0
         changed[masked_rows] = changed[masked_rows].masked_fill(forbidden, float("-inf"))
     return changed
@@ -57,11 +59,11 @@ def penalties_of(batch: SamplingBatch, device: torch.device) -> Penalties | None
             sizes[row + 1] = len(rules.counts.token_ids)
             factors[:, row] = rules.repetition, rules.presence, rules.frequency
     in_order = [counts[row] for row in sorted(counts)]
-    repetition, presence, frequency = torch.from_numpy(factors).to(device)
+    repetition, presence, frequency = to_device(factors, device)
     return Penalties(
-        row_start=torch.from_numpy(sizes.cumsum(dtype=np.int32)).to(device),
-        token_ids=torch.from_numpy(np.concatenate([one.token_ids for one in in_order])).to(device),
-        output_counts=torch.from_numpy(np.concatenate([one.output_counts for one in in_order])).to(device),
+        row_start=to_device(sizes.cumsum(dtype=np.int32), device),
+        token_ids=to_device(np.concatenate([one.token_ids for one in in_order]), device),
+        output_counts=to_device(np.concatenate([one.output_counts for one in in_order]), device),
         repetition=repetition,
         presence=presence,
         frequency=frequency,
@@ -80,7 +82,7 @@ def logprobs_of(logits: torch.Tensor, token_ids: Int64s, num_top: npt.NDArray[np
     max_top = min(int(num_top.max(initial=0)), logits.shape[1])
     # Sorted and not torch.topk, which leaves open which of equals it takes.
     tops, top_ids = (part[:, :max_top] for part in clean.sort(dim=1, descending=True, stable=True))
-    chosen = clean.gather(1, _to(token_ids, logits)[:, None])
+    chosen = clean.gather(1, to_device(token_ids, logits.device)[:, None])
     # One copy: float64 holds an id exactly.
     host = torch.cat((chosen - total, tops - total, top_ids.double()), dim=1).cpu().numpy()
     found = []
@@ -88,7 +90,3 @@ def logprobs_of(logits: torch.Tensor, token_ids: Int64s, num_top: npt.NDArray[np
         ids = row[1 + max_top : 1 + max_top + count].astype(np.int64).tolist()
         found.append(TokenLogprobs(float(row[0]), ids, row[1 : 1 + count].tolist()))
     return found
-
-
-def _to(values: npt.NDArray[np.generic], logits: torch.Tensor) -> torch.Tensor:
-    return torch.from_numpy(values).to(logits.device)

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 
 from pageframe.kernels.attention import AttentionPlan, Backend, kv_cache_shape
 from pageframe.kernels.kv_pool import KvPool
+from pageframe.kernels.triton.transfer import to_device
 from pageframe.runtime.batch import Batch
 from pageframe.runtime.block_copy import BlockCopy, CopyKind
 from pageframe.runtime.block_table import TableUpdates
@@ -81,12 +83,12 @@ class ModelRunner:
             hidden = self._graphs.run(batch)
         else:
             hidden = self._run_layers(
-                self._to_device(torch.from_numpy(batch.token_ids)),
-                self._to_device(torch.from_numpy(batch.positions)),
-                self._to_device(torch.from_numpy(batch.slots)),
+                to_device(batch.token_ids, self._device),
+                to_device(batch.positions, self._device),
+                to_device(batch.slots, self._device),
                 self._backend.plan_attention(batch, self._tables, self._block_size),
             )
-        return hidden[self._to_device(torch.from_numpy(batch.wanted))]
+        return hidden[to_device(batch.wanted, self._device)]
 
     def _run_layers(
         self, token_ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, plan: AttentionPlan
@@ -109,7 +111,7 @@ class ModelRunner:
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [n, vocab_size] of hidden states [n, hidden_size]."""
-        return self.decoder.logits(hidden)
+        return self.decoder.logits(hidden, self._backend)
 
     @torch.inference_mode()
     def arg_max(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -143,12 +145,9 @@ class ModelRunner:
 
     def _apply(self, updates: TableUpdates) -> None:
         if len(updates):
-            rows = self._to_device(torch.from_numpy(updates.rows).long())
-            indices = self._to_device(torch.from_numpy(updates.indices).long())
-            self._tables[rows, indices] = self._to_device(torch.from_numpy(updates.block_ids))
-
-    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self._device, non_blocking=True)
+            rows = to_device(updates.rows.astype(np.int64), self._device)
+            indices = to_device(updates.indices.astype(np.int64), self._device)
+            self._tables[rows, indices] = to_device(updates.block_ids, self._device)
 
 
 def _independent_runs(copies: Sequence[BlockCopy], longest: int) -> Iterator[tuple[CopyKind, list[BlockCopy]]]:

@@ -28,10 +28,19 @@ from pageframe.benchmarks.experiments.kernel_code import Code, read_code
 from pageframe.benchmarks.experiments.kernel_launches import TARGETS, Launch, Target, compiled_launches
 from pageframe.kernels.triton import tables
 
-#: Of (kernel, target): bytes a thread that may spill, and why. Ampere's products take all operands from registers: with
-#: heads of 256 the sums of 128 rows leave too few for them, and with codes, which are widened there, also heads of 128.
-STATED_SPILLS = {("attend_prefill_kernel", "sm_80"): 400}
-FP8 = {"sm_90": torch.float8_e4m3fn, "sm_100": torch.float8_e4m3fn, "gfx942": torch.float8_e4m3fnuz}
+#: Of (kernel, target): bytes a thread that may spill, and why. Products of compute capability 8 and 12 take all their
+#: operands from registers: with heads of 256 the sums of 128 rows leave too few for them, and with codes, which are
+#: widened there, also heads of 128. Decode rows over codes lack one register or two.
+STATED_SPILLS = {
+    ("attend_prefill_kernel", "sm_80"): 400,
+    ("attend_prefill_kernel", "sm_86"): 400,
+    ("attend_prefill_kernel", "sm_89"): 400,
+    ("attend_prefill_kernel", "sm_120"): 480,
+    ("attend_splits_kernel", "sm_86"): 8,
+    ("attend_splits_kernel", "sm_89"): 8,
+    ("attend_splits_kernel", "sm_100"): 8,
+}
+FP8 = dict.fromkeys(("sm_89", "sm_90", "sm_100", "sm_120"), torch.float8_e4m3fn) | {"gfx942": torch.float8_e4m3fnuz}
 #: Of the table, where there is no terminal to ask.
 PIPED_WIDTH = 140
 COLUMNS = ("kernel", "variant", "target", "regs", "spilled", "shared", "product", "16-byte loads", "narrower")

@@ -58,7 +58,10 @@ class Shape:
     masked: bool = False
 
     def __str__(self) -> str:
-        words = [f"{self.head_dim}", NAMES[self.cache_dtype], f"group {self.group}", f"block {self.block_size}"]
+        stored = NAMES[self.cache_dtype]
+        if self.scaled and self.dtype != torch.bfloat16:
+            stored = f"{NAMES[self.dtype]} over {stored}"
+        words = [f"{self.head_dim}", stored, f"group {self.group}", f"block {self.block_size}"]
         return ", ".join(words + ["window, cap"] * self.masked)
 
     @property
@@ -209,6 +212,7 @@ def all_shapes(fp8: torch.dtype | None) -> tuple[Shape, ...]:
     shapes += [Shape(head_dim=head_dim, dtype=fp32, cache_dtype=fp32) for head_dim in (64, 256)]
     codes = [int8] if fp8 is None else [int8, fp8]
     shapes += [Shape(head_dim=head_dim, cache_dtype=dtype) for dtype in codes for head_dim in (64, 80, 128, 256)]
+    shapes += [Shape(dtype=fp16, cache_dtype=dtype) for dtype in codes]
     shapes += [Shape(block_size=block_size, cache_dtype=dtype) for block_size in (1, 128) for dtype in (bf16, int8)]
     shapes += [Shape(group=group) for group in (1, 7, 16)]
     return tuple(dict.fromkeys(shapes))

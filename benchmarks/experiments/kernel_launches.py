@@ -33,13 +33,17 @@ class Target:
     shared_limit: int
 
 
-#: Limits: CUDA C++ Programming Guide, table of technical specifications; AMD CDNA 3 ISA guide, 64 KiB of LDS.
+#: Limits: CUDA C++ Programming Guide, table of technical specifications (the most of a block: 163 KB at 8.0, 99 KB at
+#: 8.6, 8.9 and 12.0, 227 KB at 9.0 and 10.0); AMD CDNA 3 ISA guide, 64 KiB of LDS.
 TARGETS = {
     target.name: target
     for target in (
         Target("sm_80", GPUTarget("cuda", 80, 32), "NVIDIA A100-SXM4-80GB", "ampere", 163 * 1024),
+        Target("sm_86", GPUTarget("cuda", 86, 32), "NVIDIA GeForce RTX 3090", "ampere", 99 * 1024),
+        Target("sm_89", GPUTarget("cuda", 89, 32), "NVIDIA GeForce RTX 4090", "ampere", 99 * 1024),
         Target("sm_90", GPUTarget("cuda", 90, 32), "NVIDIA H200", "hopper", 227 * 1024),
         Target("sm_100", GPUTarget("cuda", 100, 32), "NVIDIA B200", "hopper", 227 * 1024),
+        Target("sm_120", GPUTarget("cuda", 120, 32), "NVIDIA GeForce RTX 5090", "ampere", 99 * 1024),
         Target("gfx942", GPUTarget("hip", "gfx942", 64), "AMD Instinct MI300X", "amd", 64 * 1024),
     )
 }
@@ -73,6 +77,43 @@ class _AbsentGpu:
         return 0
 
 
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What a launch would have the compiler make of a kernel.
+
+    Args:
+        key: what of the arguments it depends on: constants, types, and numbers that it may count on.
+        fuses: it may fuse products and sums.
+    """
+
+    kernel: str
+    key: str
+    fuses: bool
+
+
+@contextmanager
+def variants_met(target: Target) -> Iterator[set[Variant]]:
+    """Within this, launches neither compile nor run; the set gets what each would compile, were it not compiled yet.
+
+    Raises:
+        RuntimeError: the interpreter is on, which compiles nothing.
+    """
+    _refuse_interpreter()
+    met: set[Variant] = set()
+
+    def note(*, key: Any, fn: Any, compile: dict[str, Any], **_rest: Any) -> bool:
+        met.add(Variant(fn.name, str(key), compile["enable_fp_fusion"]))
+        return True  # done with it: nothing is compiled
+
+    driver.set_active(_AbsentGpu(target))
+    triton.knobs.runtime.jit_cache_hook = note
+    try:
+        yield met
+    finally:
+        triton.knobs.runtime.jit_cache_hook = None
+        driver._active = None  # reset_active() would look for a GPU
+
+
 @contextmanager
 def compiled_launches(target: Target) -> Iterator[list[Launch]]:
     """Within this, launches compile for `target` and run nothing; the list gets each, repeated ones again.
@@ -80,8 +121,7 @@ def compiled_launches(target: Target) -> Iterator[list[Launch]]:
     Raises:
         RuntimeError: the interpreter is on, which compiles nothing.
     """
-    if triton.knobs.runtime.interpret:
-        raise RuntimeError("TRITON_INTERPRET is set; under the interpreter nothing is compiled")
+    _refuse_interpreter()
     launches: list[Launch] = []
     launch = JITFunction.run
 
@@ -97,3 +137,8 @@ def compiled_launches(target: Target) -> Iterator[list[Launch]]:
     finally:
         JITFunction.run = launch
         driver._active = None  # reset_active() would look for a GPU
+
+
+def _refuse_interpreter() -> None:
+    if triton.knobs.runtime.interpret:
+        raise RuntimeError("TRITON_INTERPRET is set; under the interpreter nothing is compiled")

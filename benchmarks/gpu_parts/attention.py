@@ -9,7 +9,7 @@ import torch
 
 from pageframe.benchmarks.gpu_parts.layer import Layer, kv_bytes
 from pageframe.benchmarks.gpu_parts.peers import PEERS
-from pageframe.benchmarks.gpu_parts.results import FAILED, NOT_MEASURED, OK, SHORT, Results, Row
+from pageframe.benchmarks.gpu_parts.results import NOT_MEASURED, OK, SHORT, Results, Row, measuring
 from pageframe.benchmarks.gpu_parts.sizes import Case, Sizes, Target, cache_dtype
 from pageframe.benchmarks.gpu_parts.timing import Timer, measure_bandwidth, measure_flops, num_sets, timer_for
 from pageframe.kernels.triton.backend import TritonBackend
@@ -26,19 +26,15 @@ def run(results: Results, sizes: Sizes, device: torch.device) -> None:
     flops = measure_flops(sizes.matrix_size, device)
     backend, timer = TritonBackend(device), timer_for(device)
     for case in sizes.cases:
-        try:
+        with measuring(results, PART, case.name):
             seconds = _seconds(case, backend, timer, sizes, device)
-        except Exception as problem:  # a kernel that can't be launched there must not hide the others
-            results.add(Row(PART, case.name, verdict=FAILED, note=f"{type(problem).__name__}: {problem}"[:300]))
-            continue
-        if seconds is None:
-            results.add(Row(PART, case.name, verdict=NOT_MEASURED, note=f"this device has no {case.cache}"))
-            continue
-        if case.new_tokens == 1:
-            row = _decode_row(case, seconds, sizes, device, bandwidth)
-        else:
-            row = _prefill_row(case, seconds, sizes, flops)
-        results.add(row if device.type == "cuda" else replace(row, verdict=NOT_MEASURED))
+            if seconds is None:
+                row = Row(PART, case.name, verdict=NOT_MEASURED, note=f"this device has no {case.cache}")
+            elif case.new_tokens == 1:
+                row = _decode_row(case, seconds, sizes, device, bandwidth)
+            else:
+                row = _prefill_row(case, seconds, sizes, flops)
+            results.add(row if device.type == "cuda" else replace(row, verdict=NOT_MEASURED))
 
 
 def _seconds(case: Case, backend: TritonBackend, timer: Timer, sizes: Sizes, device: torch.device) -> float | None:
@@ -54,10 +50,11 @@ def run_others(results: Results, sizes: Sizes, device: torch.device) -> None:
     backend, timer = TritonBackend(device), timer_for(device)
     missing: dict[str, str] = {}
     for case in sizes.cases:
-        layer = None if case.cache else _layer(case, backend, sizes, device)
-        if layer is not None:
-            notes, numbers = _times_of_others(layer, timer, missing)
-            results.add(Row(OTHERS, case.name, note="; ".join(notes), numbers=numbers))
+        with measuring(results, OTHERS, case.name):
+            layer = None if case.cache else _layer(case, backend, sizes, device)
+            if layer is not None:
+                notes, numbers = _times_of_others(layer, timer, missing)
+                results.add(Row(OTHERS, case.name, note="; ".join(notes), numbers=numbers))
     for name, reason in missing.items():
         results.add(Row(OTHERS, name, verdict=NOT_MEASURED, note=reason))
 

@@ -14,7 +14,7 @@ import torch
 
 from pageframe.benchmarks.gpu_parts.checks_model import MODEL_CHECKS
 from pageframe.benchmarks.gpu_parts.layer import Layer
-from pageframe.benchmarks.gpu_parts.results import FAILED, NOT_MEASURED, OK, Results, Row
+from pageframe.benchmarks.gpu_parts.results import FAILED, NOT_MEASURED, OK, Results, Row, measuring
 from pageframe.benchmarks.gpu_parts.sizes import Sizes, cache_dtype
 from pageframe.kernels.attention import kv_cache_shape
 from pageframe.kernels.triton.backend import TritonBackend
@@ -43,7 +43,10 @@ class Variant:
     softcap: float | None = None
 
     def __str__(self) -> str:
-        words = [str(self.head_dim), self.cache or NAMES[self.dtype], f"block {self.block_size}", f"group {self.group}"]
+        stored = self.cache or NAMES[self.dtype]
+        if self.cache and self.dtype != torch.bfloat16:
+            stored = f"{NAMES[self.dtype]} over {self.cache}"
+        words = [str(self.head_dim), stored, f"block {self.block_size}", f"group {self.group}"]
         masks = [f"window {self.window}"] * (self.window is not None) + ["cap"] * (self.softcap is not None)
         return ", ".join(words + masks)
 
@@ -55,6 +58,7 @@ VARIANTS = (
     Variant(128, dtype=torch.float32, group=7),
     Variant(128, cache="int8", block_size=1),
     Variant(128, cache="fp8"),
+    Variant(128, dtype=torch.float16, cache="int8"),
     Variant(80, window=100),
     Variant(96, cache="int8", softcap=30.0, group=8),
     Variant(256, group=2),
@@ -80,18 +84,15 @@ def run(results: Results, sizes: Sizes, device: torch.device) -> None:
         *((name, limit, partial(check, device)) for name, limit, check in MODEL_CHECKS),
     ]
     for name, limit, check in checks:
-        try:
-            error = check()
-        except Exception as problem:  # one kernel that does not compile there must not hide the others
-            results.add(Row(PART, name, verdict=FAILED, note=f"{type(problem).__name__}: {problem}"[:300]))
-            continue
-        if error is None:
-            results.add(Row(PART, name, verdict=NOT_MEASURED, note="this device has no such dtype"))
-            continue
-        verdict = OK if error <= limit else FAILED  # a NaN fails
-        results.add(
-            Row(PART, name, f"{error:.1e}", verdict=verdict, note=f"at most {limit:g}", numbers={"error": error})
-        )
+        with measuring(results, PART, name):
+            results.add(_row(name, limit, check()))
+
+
+def _row(name: str, limit: float, error: float | None) -> Row:
+    if error is None:
+        return Row(PART, name, verdict=NOT_MEASURED, note="this device has no such dtype")
+    verdict = OK if error <= limit else FAILED  # a NaN fails
+    return Row(PART, name, f"{error:.1e}", verdict=verdict, note=f"at most {limit:g}", numbers={"error": error})
 
 
 Check = tuple[str, float, Callable[[], float | None]]

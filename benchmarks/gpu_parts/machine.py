@@ -9,7 +9,7 @@ import subprocess
 import torch
 import triton
 
-from pageframe.benchmarks.gpu_parts.results import Results, Row
+from pageframe.benchmarks.gpu_parts.results import Results, Row, measuring
 from pageframe.benchmarks.gpu_parts.sizes import Sizes
 from pageframe.benchmarks.gpu_parts.timing import measure_bandwidth, measure_flops
 
@@ -21,12 +21,14 @@ def run(results: Results, sizes: Sizes, device: torch.device) -> None:
     versions = f"torch {torch.__version__}, triton {triton.__version__}, Python {platform.python_version()}"
     results.add(Row(PART, "versions", note=versions))
     results.add(Row(PART, "device", note=_describe(device)))
-    copied = measure_bandwidth(sizes.copy_bytes, device)
-    note = f"{sizes.copy_bytes:,} bytes, those read and those written"
-    results.add(Row(PART, "copy", f"{copied / 1e12:.2f} TB/s", note=note, numbers={"bytes_per_second": copied}))
-    flops = measure_flops(sizes.matrix_size, device)
-    note = f"bf16, {sizes.matrix_size} each way"
-    results.add(Row(PART, "matrix", f"{flops / 1e12:,.0f} TFLOP/s", note=note, numbers={"flops_per_second": flops}))
+    with measuring(results, PART, "copy"):
+        copied = measure_bandwidth(sizes.copy_bytes, device)
+        note = f"{sizes.copy_bytes:,} bytes, those read and those written"
+        results.add(Row(PART, "copy", f"{copied / 1e12:.2f} TB/s", note=note, numbers={"bytes_per_second": copied}))
+    with measuring(results, PART, "matrix"):
+        flops = measure_flops(sizes.matrix_size, device)
+        note = f"bf16, {sizes.matrix_size} each way"
+        results.add(Row(PART, "matrix", f"{flops / 1e12:,.0f} TFLOP/s", note=note, numbers={"flops_per_second": flops}))
 
 
 def _describe(device: torch.device) -> str:

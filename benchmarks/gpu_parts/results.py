@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -45,6 +46,16 @@ class Results:
         fresh = self._path.with_suffix(".new")
         fresh.write_text(json.dumps([asdict(each) for each in self._rows]))
         fresh.replace(self._path)
+
+
+@contextmanager
+def measuring(results: Results, part: str, case: str) -> Iterator[None]:
+    """Within this a case is measured: if that fails, a row says why, and what comes after it runs all the same."""
+    try:
+        yield
+    except Exception as problem:  # a kernel that can't be compiled or launched there must not hide the others
+        reason = f"{type(problem).__name__}: {' '.join(str(problem).split())}"
+        results.add(Row(part, case, verdict=FAILED, note=reason[:300]))
 
 
 def read_rows(path: Path) -> list[Row]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from pageframe.benchmarks.gpu_parts.results import NOT_MEASURED, Results, Row
+from pageframe.benchmarks.gpu_parts.results import NOT_MEASURED, Results, Row, measuring
 from pageframe.benchmarks.gpu_parts.sizes import Sizes
 from pageframe.benchmarks.gpu_parts.timing import measure_bandwidth
 from pageframe.kernels.triton.backend import TritonBackend
@@ -27,6 +27,7 @@ from pageframe.runtime.model_runner import ModelRunner
 from pageframe.runtime.models.decoder import Decoder
 from pageframe.runtime.request import SamplingParams
 from pageframe.runtime.sampler import Sampler
+from pageframe.runtime.warm_up import warm_up
 
 PART = "engine"
 BF16 = torch.bfloat16
@@ -89,11 +90,12 @@ def run(name: str, results: Results, sizes: Sizes, device: torch.device) -> None
     asks = random_asks(sizes, decoder.config.vocab_size)
     for graphs, limit in ((True, sizes.run_seconds), (False, sizes.eager_seconds)):
         case = f"{name}, graphs" if graphs else f"{name}, no graphs"
-        try:
-            row = _measure(case, decoder, asks, sizes, device, bandwidth, graphs=graphs, limit=limit)
-        except torch.OutOfMemoryError as error:
-            row = Row(PART, case, verdict=NOT_MEASURED, note=str(error).splitlines()[0])
-        results.add(row)
+        with measuring(results, PART, case):
+            try:
+                row = _measure(case, decoder, asks, sizes, device, bandwidth, graphs=graphs, limit=limit)
+            except torch.OutOfMemoryError as error:
+                row = Row(PART, case, verdict=NOT_MEASURED, note=str(error).splitlines()[0])
+            results.add(row)
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -121,14 +123,16 @@ def _measure(
     started = time.perf_counter()
     resolved = resolve(decoder.config, sizes, device)
     watched = Watched(_runner(decoder, resolved, device, graphs=graphs))
-    ready = time.perf_counter() - started
     weight_bytes = decoder.layer_bytes + decoder.output_bytes
 
     def floor(contexts: int) -> float:
         return (weight_bytes + contexts * resolved.kv_bytes_per_token) / bandwidth
 
-    engine = Engine(resolved, watched, Sampler(watched.runner.logits, watched.runner.arg_max), seed=0)
-    # What a first step compiles is no part of any rate.
+    sampler = Sampler(watched.runner.logits, watched.runner.arg_max)
+    engine = Engine(resolved, watched, sampler, seed=0)
+    warm_up(watched.runner, sampler, resolved)
+    ready = time.perf_counter() - started
+    # What libraries load for a first step of real size is no part of any rate.
     first = [Ask(ask.prompt, WARM_UP_OUTPUT) for ask in asks[:WARM_UP_REQUESTS]]
     serve(engine, watched, first, floor, limit)
     measured = serve(engine, watched, asks, floor, limit)

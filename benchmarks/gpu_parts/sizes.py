@@ -48,7 +48,7 @@ class Sizes:
         num_heads, num_kv_heads, head_dim: of the timed attention.
         requests: of the engine; each has prompt_tokens[0] to prompt_tokens[1] of prompt and as many of output.
         token_budget: of one of its steps.
-        eager_seconds: after which a run without graphs is cut.
+        run_seconds, eager_seconds: after which a run with graphs is cut, and one without.
         busy_steps: steps over which the device's busy time is taken.
     """
 
@@ -112,18 +112,16 @@ _LLAMA = ModelConfig(
     rope_theta=500_000.0,
     rope_scaling=RopeScaling("llama3", 8.0),
 )
-_QWEN = ModelConfig(
+_QWEN = _LLAMA.replace(
     family="qwen3",
     vocab_size=151_936,
     hidden_size=1024,
     intermediate_size=3072,
     num_layers=28,
     num_heads=16,
-    num_kv_heads=8,
-    head_dim=128,
-    max_position=4096,
     norm_eps=1e-6,
     rope_theta=1_000_000.0,
+    rope_scaling=None,
     tie_word_embeddings=True,
     qk_norm=True,
 )
@@ -161,8 +159,8 @@ REAL = Sizes(
     requests=256,
     tokens=(100, 1024),
     token_budget=8192,
-    run_seconds=40.0,
-    eager_seconds=12.0,
+    run_seconds=25.0,
+    eager_seconds=8.0,
     busy_steps=12,
     models=MODELS,
 )

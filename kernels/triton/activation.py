@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pageframe.kernels.triton import launches
+from pageframe.kernels.triton import UNFUSED, launches
 
 #: What the gate goes through; see `gated`.
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
@@ -61,6 +61,8 @@ def gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     assert activation in ACTIVATIONS, f"the activation is {activation!r}"
     out = gate_up.new_empty((num_tokens, size))
     block = min(MAX_BLOCK, triton.next_power_of_2(size))
-    gated_kernel[(num_tokens, triton.cdiv(size, block))](gate_up, out, SIZE=size, BLOCK=block, ACTIVATION=activation)
+    gated_kernel[(num_tokens, triton.cdiv(size, block))](
+        gate_up, out, SIZE=size, BLOCK=block, ACTIVATION=activation, **UNFUSED
+    )
     launches["gated"] += 1
     return out

@@ -25,9 +25,11 @@ import torch
 import triton
 import triton.language as tl
 
-from pageframe.kernels.triton import launches
+from pageframe.kernels.triton import UNFUSED, launches
 from pageframe.kernels.triton.dtypes import TRITON_DTYPES, dot_dtype
 from pageframe.kernels.triton.tables import settings
+from pageframe.kernels.triton.tile import capped, load_tile, weigh_values
+from pageframe.kernels.triton.write import check_contiguous
 
 #: Positions of a split, unless a context of so many would have more than MAX_SPLITS.
 SPLIT_SIZE = 256
@@ -65,28 +67,18 @@ def cut(context, window, SPLIT_SIZE: tl.constexpr, MAX_SPLITS: tl.constexpr):
 
 @triton.jit
 def attend_positions(
-    q,  # DOT_DTYPE [PADDED_GROUP, PADDED_DIM]
-    begin,
-    oldest,
-    end,
-    kv_cache_ptr,
-    kv_scales_ptr,
-    table_ptr,  # int32, the request's row of the block tables
-    kv_head,
-    log2_scale,
-    tanh_scale,
-    NUM_KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    TILE: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
-    HAS_SCALES: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-):
+    q, begin, oldest, end, kv_cache_ptr, kv_scales_ptr, table_ptr, kv_head, log2_scale, tanh_scale,
+    NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr,
+    DOT_DTYPE: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
     """The softmax over the positions [max(begin, oldest), end), begin a multiple of TILE: the weighted mean of V
     [PADDED_GROUP, PADDED_DIM], and the sum of the weights [PADDED_GROUP] in base 2 as its logarithm.
 
     A tile may span any number of blocks, or be a part of one.
+
+    Args:
+        q: DOT_DTYPE [PADDED_GROUP, PADDED_DIM].
+        table_ptr: int32, the request's row of the block tables.
     """
     PADDED_GROUP: tl.constexpr = q.shape[0]
     PADDED_DIM: tl.constexpr = q.shape[1]
@@ -94,7 +86,6 @@ def attend_positions(
     kv_cache_ptr += kv_head * (BLOCK_SIZE * HEAD_DIM)
     if HAS_SCALES:
         kv_scales_ptr += kv_head * BLOCK_SIZE
-    dim = tl.arange(0, PADDED_DIM)
     lane = tl.arange(0, TILE)
     highest = tl.full([PADDED_GROUP], float("-inf"), tl.float32)
     total = tl.zeros([PADDED_GROUP], tl.float32)
@@ -111,30 +102,20 @@ def attend_positions(
         next_block_id = tl.load(ids_ptr + next_start // BLOCK_SIZE, mask=next_start + lane < end, other=-1)
         visible = block_id >= 0
         slot = block_id.to(tl.int64) * (2 * K_TO_V) + (start % BLOCK_SIZE + lane % BLOCK_SIZE)
-        read = visible[:, None]
-        if HEAD_DIM != PADDED_DIM:
-            read = read & (dim < HEAD_DIM)[None, :]
-        k_ptr = kv_cache_ptr + slot[:, None] * HEAD_DIM + dim[None, :]
-        k = tl.load(k_ptr, mask=read, other=0.0).to(DOT_DTYPE)
-        v = tl.load(k_ptr + K_TO_V * HEAD_DIM, mask=read, other=0.0).to(DOT_DTYPE)
-        if HAS_SCALES:
-            k_scale = tl.load(kv_scales_ptr + slot, mask=visible, other=0.0)
-            v_scale = tl.load(kv_scales_ptr + slot + K_TO_V, mask=visible, other=0.0)
-
+        k, v = load_tile(kv_cache_ptr, slot, visible, K_TO_V, HEAD_DIM, PADDED_DIM, DOT_DTYPE)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if HAS_SCALES:
-            scores = scores * k_scale[None, :]
+            scores = scores * tl.load(kv_scales_ptr + slot, mask=visible, other=0.0)[None, :]
         if HAS_SOFTCAP:
-            # tanh(x) = 1 - 2 / (1 + exp(2x)), right also where exp overflows
-            scores = 1.0 - 2.0 / (1.0 + tl.exp2(scores * tanh_scale))
+            scores = capped(scores, tanh_scale)
         scores = tl.where(visible[None, :], scores * log2_scale, float("-inf"))
         now_highest = tl.maximum(highest, tl.max(scores, axis=1))
         weights = tl.exp2(scores - now_highest[:, None])
         shrink = tl.exp2(highest - now_highest)
         total = total * shrink + tl.sum(weights, axis=1)
-        if HAS_SCALES:
-            weights = weights * v_scale[None, :]
-        attended = tl.dot(weights.to(DOT_DTYPE), v, attended * shrink[:, None], input_precision="ieee")
+        attended = weigh_values(
+            attended * shrink[:, None], weights, v, kv_scales_ptr, slot, visible, K_TO_V, DOT_DTYPE, HAS_SCALES
+        )
         highest = now_highest
         block_id = next_block_id
     return attended / total[:, None], highest + tl.log2(total)
@@ -299,8 +280,7 @@ def attend_decode(
     _, _, num_kv_heads, block_size, head_dim = kv_cache.shape
     num_decode, group = rows.shape[0], q.shape[1] // num_kv_heads
     assert q.stride(2) == out.stride(2) == 1, "the kernel counts on a contiguous head_dim"
-    assert kv_cache.is_contiguous(), "the kernel counts on a contiguous cache"
-    assert kv_scales is None or kv_scales.is_contiguous(), "the kernel counts on contiguous scales"
+    check_contiguous(kv_cache, kv_scales)
     window = NO_WINDOW if window is None else window
     row_splits = most_splits(tables.shape[1] * block_size, window)
     partial = torch.empty((num_decode, q.shape[1], row_splits, head_dim), dtype=torch.float32, device=q.device)
@@ -332,6 +312,7 @@ def attend_decode(
         HAS_SOFTCAP=softcap is not None,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
+        **UNFUSED,
     )
     launches["attend_splits"] += 1
     _merge_splits(partial, log_sums, context_lens, window, out)
@@ -355,5 +336,6 @@ def _merge_splits(
         PADDED_SPLITS=triton.next_power_of_2(row_splits),
         SPLIT_SIZE=SPLIT_SIZE,
         MAX_SPLITS=MAX_SPLITS,
+        **UNFUSED,
     )
     launches["merge_splits"] += 1

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pageframe.kernels.triton import launches
+from pageframe.kernels.triton import UNFUSED, launches
 
 #: Columns that one warp takes: 16 numbers a thread, so that a row of any usual width stays in registers.
 COLUMNS_PER_WARP = 512
@@ -78,6 +78,7 @@ def add_rms_norm(
         PADDED_SIZE=padded_size,
         HAS_DELTA=delta is not None,
         num_warps=num_warps(padded_size),
+        **UNFUSED,
     )
     launches["add_rms_norm"] += 1
     return out

@@ -14,6 +14,7 @@ import torch
 
 from pageframe.kernels.plan import AttentionPlan, StepBatch
 from pageframe.kernels.triton.prefill import PrefillTiles, plan_prefill
+from pageframe.kernels.triton.transfer import staged, to_device
 
 #: Entries of a row of `TritonParts.arrays` are a multiple of this, so that each row starts at a multiple of 16 bytes:
 #: Triton would compile kernels once more for one that does not.
@@ -42,7 +43,7 @@ def plan_step(batch: StepBatch, tables: torch.Tensor, block_size: int) -> Attent
     host = np.zeros((3, width), dtype=np.int32)
     host[:2] = _requests(batch, width)
     host[2, : num_requests + 1] = batch.query_start
-    arrays = torch.from_numpy(host).to(tables.device, non_blocking=True)
+    arrays = to_device(host, tables.device)
     prefill = plan_prefill(batch, tables.device) if batch.num_decode < num_requests else None
     return AttentionPlan(
         rows=arrays[0, :num_requests],
@@ -65,8 +66,8 @@ def update_plan(plan: AttentionPlan, batch: StepBatch) -> None:
     assert parts.prefill is None, "a plan with prefill chunks serves its own step alone"
     assert batch.num_decode == len(batch.context_lens), "only steps of decode rows are replayed"
     assert batch.num_decode <= plan.num_decode, f"{batch.num_decode} decode rows, the plan has {plan.num_decode}"
-    requests = torch.from_numpy(_requests(batch, parts.arrays.shape[1]))
-    parts.arrays[:2].copy_(requests, non_blocking=True)
+    requests = _requests(batch, parts.arrays.shape[1])
+    parts.arrays[:2].copy_(staged(requests, parts.arrays.device), non_blocking=True)
 
 
 def _requests(batch: StepBatch, width: int) -> npt.NDArray[np.int32]:

@@ -3,10 +3,10 @@
 A program attends one tile of a chunk's query tokens with the query heads of one KV head, all packed into the rows of
 one matrix product. It walks the keys in tiles that begin at multiples of TILE, in order: those that the window cuts,
 those that all its rows see whole, without a mask, and last those that the diagonal cuts. One softmax runs along in base
-2 (FlashAttention-2, Dao 2023). A key tile's arithmetic is the same with a mask and without, and one that a row does not
-see leaves the row as it was. So a row's bits depend on its own query and context alone, not on how its prompt was cut
-into chunks nor on what else is in the step; only a chunk of one token that a step counts among its decode rows is
-another kernel's.
+2 (FlashAttention-2, Dao 2023). A key tile's arithmetic is the same with a mask and without (a product is fused with a
+sum where tl.fma says so, and there is no other for a compiler to fuse), and one that a row does not see leaves the row
+as it was. So a row's bits depend on its own query and context alone, not on how its prompt was cut into chunks nor on
+what else is in the step; only a chunk of one token that a step counts among its decode rows is another kernel's.
 
 K and V bytes read: a tile of tokens at the positions [first, last] reads, for each KV head, the slots of the positions
 [max(0, first - window + 1), last] once each, K and V: 2 * head_dim * itemsize bytes a slot, and with scales 2 * 4 more.
@@ -33,6 +33,9 @@ from pageframe.kernels.plan import AttentionPlan, StepBatch
 from pageframe.kernels.triton import launches
 from pageframe.kernels.triton.dtypes import TRITON_DTYPES, dot_dtype
 from pageframe.kernels.triton.tables import Settings, settings
+from pageframe.kernels.triton.tile import capped, load_tile, weigh_values
+from pageframe.kernels.triton.transfer import to_device
+from pageframe.kernels.triton.write import check_contiguous
 
 #: Rows of a program's products (query tokens x query heads of a KV head) for each of its warps. Hopper's products have
 #: 64 rows for 4 warps. Float32 has no tensor cores to multiply it exactly, and more rows do not fit in the registers.
@@ -47,36 +50,20 @@ Ints = npt.NDArray[np.int64]
 
 @triton.jit
 def attend_tiles(
-    highest,  # float32 [ROWS], base 2: the softmax so far
-    total,  # float32 [ROWS]
-    attended,  # float32 [ROWS, PADDED_DIM]
-    q,  # DOT_DTYPE [ROWS, PADDED_DIM]
-    position,  # int32 [ROWS]
-    begin,
-    end,
-    oldest,
-    num_keys,
-    kv_cache_ptr,
-    kv_scales_ptr,
-    table_ptr,
-    kv_head,
-    num_kv_heads,
-    log2_scale,
-    tanh_scale,
-    window,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    TILE: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
-    HAS_SCALES: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+    highest, total, attended, q, position, begin, end, oldest, num_keys, kv_cache_ptr, kv_scales_ptr, table_ptr,
+    kv_head, num_kv_heads, log2_scale, tanh_scale, window,
+    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr, DOT_DTYPE: tl.constexpr,
+    HAS_SCALES: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     """The softmax after the key tiles from `begin` on that start before `end`. With MASKED only the keys in
-    [oldest, num_keys) are touched; without, every row sees every key of these tiles."""
-    dim = tl.arange(0, PADDED_DIM)
+    [oldest, num_keys) are touched; without, every row sees every key of these tiles.
+
+    Args:
+        highest, total, attended: float32 [ROWS] twice and [ROWS, PADDED_DIM], in base 2: the softmax so far.
+        q: DOT_DTYPE [ROWS, PADDED_DIM].
+        position: int32 [ROWS].
+    """
+    k_to_v = num_kv_heads * BLOCK_SIZE
     # Neither a table entry nor a slot that no row sees is read: both may hold anything.
     key = begin + tl.arange(0, TILE)
     next_id = tl.load(table_ptr + key // BLOCK_SIZE, mask=(key >= oldest) & (key < num_keys), other=0)
@@ -89,20 +76,12 @@ def attend_tiles(
         block_id = next_id.to(tl.int64)
         next_id = tl.load(table_ptr + (key + TILE) // BLOCK_SIZE, mask=key + TILE < num_keys, other=0)
         slot = (block_id * 2 * num_kv_heads + kv_head) * BLOCK_SIZE + key % BLOCK_SIZE
-        read = live[:, None]
-        if HEAD_DIM != PADDED_DIM:
-            read = read & (dim < HEAD_DIM)[None, :]
-        k_ptr = kv_cache_ptr + slot[:, None] * HEAD_DIM + dim[None, :]
-        k = tl.load(k_ptr, mask=read, other=0.0).to(DOT_DTYPE)
-        v = tl.load(k_ptr + num_kv_heads * BLOCK_SIZE * HEAD_DIM, mask=read, other=0.0).to(DOT_DTYPE)
-
+        k, v = load_tile(kv_cache_ptr, slot, live, k_to_v, HEAD_DIM, q.shape[1], DOT_DTYPE)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if HAS_SCALES:
-            k_scale = tl.load(kv_scales_ptr + slot, mask=live, other=0.0)
-            scores = scores * k_scale[None, :]
+            scores = scores * tl.load(kv_scales_ptr + slot, mask=live, other=0.0)[None, :]
         if HAS_SOFTCAP:
-            # tanh(x) = 1 - 2 / (1 + exp(2x)), right also where exp overflows
-            scores = 1.0 - 2.0 / (1.0 + tl.exp2(scores * tanh_scale))
+            scores = capped(scores, tanh_scale)
         if MASKED:
             seen = key[None, :] <= position[:, None]
             if HAS_WINDOW:
@@ -113,13 +92,44 @@ def attend_tiles(
         if MASKED:
             weights = tl.where(seen, weights, 0.0)
         shrink = tl.exp2(highest - now_highest)
-        total = total * shrink + tl.sum(weights, axis=1)
-        if HAS_SCALES:
-            v_scale = tl.load(kv_scales_ptr + slot + num_kv_heads * BLOCK_SIZE, mask=live, other=0.0)
-            weights = weights * v_scale[None, :]
-        attended = tl.dot(weights.to(DOT_DTYPE), v, attended * shrink[:, None], input_precision="ieee")
+        total = tl.fma(total, shrink, tl.sum(weights, axis=1))
+        attended = weigh_values(
+            attended * shrink[:, None], weights, v, kv_scales_ptr, slot, live, k_to_v, DOT_DTYPE, HAS_SCALES
+        )
         highest = now_highest
     return highest, total, attended
+
+
+@triton.jit
+def attend_context(
+    q, first_position, position, num_keys, kv_cache_ptr, kv_scales_ptr, table_ptr, kv_head, num_kv_heads,
+    log2_scale, tanh_scale, window,
+    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr, DOT_DTYPE: tl.constexpr,
+    HAS_SCALES: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """The attention, float32 [ROWS, PADDED_DIM], of queries at these positions, the first and lowest being
+    first_position, over num_keys keys. Zeros for a row without keys.
+
+    Three parts: key tiles that the window cuts, that all rows see whole, and that the diagonal cuts.
+    """
+    highest = tl.full([q.shape[0]], LOWEST, tl.float32)
+    total = tl.zeros([q.shape[0]], tl.float32)
+    attended = tl.zeros(q.shape, tl.float32)
+    oldest = 0
+    full_begin = 0
+    full_end = tl.maximum(first_position + 1, 0) // TILE * TILE
+    if HAS_WINDOW:
+        oldest = tl.maximum(first_position + 1 - window, 0)
+        full_begin = tl.minimum((tl.maximum(num_keys - window, 0) + TILE - 1) // TILE * TILE, full_end)
+    for part in tl.static_range(0 if HAS_WINDOW else 1, 3):
+        begin = oldest // TILE * TILE if part == 0 else (full_begin if part == 1 else full_end)
+        end = full_begin if part == 0 else (full_end if part == 1 else num_keys)
+        highest, total, attended = attend_tiles(
+            highest, total, attended, q, position, begin, end, oldest, num_keys, kv_cache_ptr, kv_scales_ptr,
+            table_ptr, kv_head, num_kv_heads, log2_scale, tanh_scale, window, BLOCK_SIZE, HEAD_DIM, TILE, DOT_DTYPE,
+            HAS_SCALES, HAS_WINDOW, HAS_SOFTCAP, MASKED=part != 1,
+        )  # fmt: skip
+    return attended / tl.where(total > 0.0, total, 1.0)[:, None]
 
 
 @triton.jit
@@ -173,49 +183,10 @@ def attend_prefill_kernel(
     q_at = (first_token + token) * q_token_stride + head * q_head_stride
     q = tl.load(q_ptr + q_at[:, None] + dim[None, :], mask=exists, other=0.0).to(DOT_DTYPE)
 
-    highest = tl.full([ROWS], LOWEST, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    attended = tl.zeros([ROWS, PADDED_DIM], tl.float32)
-    # Three parts: key tiles that the window cuts, that all rows see whole, and that the diagonal cuts.
-    oldest = 0
-    full_begin = 0
-    full_end = tl.maximum(first_position + 1, 0) // TILE * TILE
-    if HAS_WINDOW:
-        oldest = tl.maximum(first_position + 1 - window, 0)
-        full_begin = tl.minimum((tl.maximum(num_keys - window, 0) + TILE - 1) // TILE * TILE, full_end)
-    for part in tl.static_range(0 if HAS_WINDOW else 1, 3):
-        begin = oldest // TILE * TILE if part == 0 else (full_begin if part == 1 else full_end)
-        end = full_begin if part == 0 else (full_end if part == 1 else num_keys)
-        highest, total, attended = attend_tiles(
-            highest,
-            total,
-            attended,
-            q,
-            position,
-            begin,
-            end,
-            oldest,
-            num_keys,
-            kv_cache_ptr,
-            kv_scales_ptr,
-            table_ptr,
-            kv_head,
-            num_kv_heads,
-            log2_scale,
-            tanh_scale,
-            window,
-            BLOCK_SIZE,
-            HEAD_DIM,
-            PADDED_DIM,
-            TILE,
-            DOT_DTYPE,
-            HAS_SCALES,
-            HAS_WINDOW,
-            HAS_SOFTCAP,
-            MASKED=part != 1,
-        )
-
-    result = attended / tl.where(total > 0.0, total, 1.0)[:, None]
+    result = attend_context(
+        q, first_position, position, num_keys, kv_cache_ptr, kv_scales_ptr, table_ptr, kv_head, num_kv_heads,
+        log2_scale, tanh_scale, window, BLOCK_SIZE, HEAD_DIM, TILE, DOT_DTYPE, HAS_SCALES, HAS_WINDOW, HAS_SOFTCAP,
+    )  # fmt: skip
     out_at = (first_token + token) * out_token_stride + head * out_head_stride
     tl.store(out_ptr + out_at[:, None] + dim[None, :], result.to(out_ptr.dtype.element_ty), mask=exists)
 
@@ -244,7 +215,7 @@ class PrefillTiles:
         """
         items = self._items.get(tile_tokens)
         if items is None:
-            items = torch.from_numpy(self._cut(tile_tokens).astype(np.int32)).to(self.device)
+            items = to_device(self._cut(tile_tokens).astype(np.int32), self.device)
             self._items[tile_tokens] = items
         return items
 
@@ -315,8 +286,7 @@ def attend_prefill(
     _, _, num_kv_heads, block_size, head_dim = kv_cache.shape
     group = q.shape[1] // num_kv_heads
     assert q.stride(2) == out.stride(2) == 1, "the kernel counts on a contiguous head_dim"
-    assert kv_cache.is_contiguous(), "the kernel counts on a contiguous cache"
-    assert kv_scales is None or kv_scales.is_contiguous(), "the kernel counts on contiguous scales"
+    check_contiguous(kv_cache, kv_scales)
     assert scale >= 0, f"scale is {scale}; the kernel counts on the highest product giving the highest score"
     launch = settings("attend_prefill", head_dim=head_dim, cache_dtype=kv_cache.dtype, group=group, device=q.device)
     items = tiles.items(tile_rows(group, q.dtype, launch.num_warps) // group)

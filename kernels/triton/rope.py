@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from pageframe.kernels.triton import launches
-from pageframe.kernels.triton.write import store_heads
+from pageframe.kernels.triton import UNFUSED, launches
+from pageframe.kernels.triton.write import check_contiguous, store_heads
 
 #: Numbers of heads that one program takes, where it has as many.
 TILE_NUMBERS = 1024
@@ -74,9 +74,10 @@ def rotate_and_write_kernel(
     else:
         slot = tl.load(slots_ptr + token)
         # In a block as in qkv, the heads of v follow those of k.
-        lane = (slot // BLOCK_SIZE * (2 * NUM_KV_HEADS) + head - NUM_HEADS) * BLOCK_SIZE + slot % BLOCK_SIZE
-        stored = in_heads & (slot >= 0)
-        store_heads(numbers, kv_cache_ptr, kv_scales_ptr, lane, stored, HEAD_DIM, PADDED_DIM, HAS_SCALES)
+        store_heads(
+            numbers, kv_cache_ptr, kv_scales_ptr, slot, head - NUM_HEADS, in_heads & (slot >= 0),
+            NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, PADDED_DIM, HAS_SCALES,
+        )  # fmt: skip
 
 
 def rotate_and_write(
@@ -112,12 +113,8 @@ def rotate_and_write(
     _, _, num_kv_heads, block_size, head_dim = kv_cache.shape
     num_tokens = qkv.shape[0]
     assert qkv.shape[1] == (num_heads + 2 * num_kv_heads) * head_dim, f"qkv has {qkv.shape[1]} columns"
-    assert qkv.is_contiguous(), "the kernel counts on contiguous rows"
-    assert kv_cache.is_contiguous(), "the kernel counts on a contiguous cache"
-    assert kv_scales is None or kv_scales.is_contiguous(), "the kernel counts on contiguous scales"
-    assert qk_norm is None or qk_norm.is_contiguous(), "the kernel counts on contiguous weights"
-    assert cos.stride() == sin.stride(), "the kernel has one stride for both tables"
-    assert cos.stride(1) == 1, "the kernel counts on a contiguous head_dim"
+    _check_layout(qkv, cos, sin, qk_norm)
+    check_contiguous(kv_cache, kv_scales)
     q = qkv.new_empty((num_tokens, num_heads, head_dim))
     padded_dim = triton.next_power_of_2(head_dim)
     tile = max(1, min(TILE_NUMBERS // padded_dim, triton.next_power_of_2(num_heads)))
@@ -141,6 +138,14 @@ def rotate_and_write(
         TILE=tile,
         HAS_NORM=qk_norm is not None,
         HAS_SCALES=kv_scales is not None,
+        **UNFUSED,
     )
     launches["rotate_and_write"] += 1
     return q
+
+
+def _check_layout(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, qk_norm: torch.Tensor | None) -> None:
+    assert qkv.is_contiguous(), "the kernel counts on contiguous rows"
+    assert qk_norm is None or qk_norm.is_contiguous(), "the kernel counts on contiguous weights"
+    assert cos.stride() == sin.stride(), "the kernel has one stride for both tables"
+    assert cos.stride(1) == 1, "the kernel counts on a contiguous head_dim"

@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pageframe.kernels.triton import launches
+from pageframe.kernels.triton import UNFUSED, launches
 from pageframe.kernels.triton.sampling_filters import (
     NO_ID,
     filter_row,
@@ -64,6 +64,7 @@ from pageframe.kernels.triton.sampling_scan import (
     scan_kernel,
 )
 from pageframe.kernels.triton.sampling_table import Drawn, Draws
+from pageframe.kernels.triton.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,8 @@ def draw_from_buffer(
     return winner
 
 
-@triton.jit
+# The result is as wide as the step's longest list of likeliest tokens, which must not decide what is compiled.
+@triton.jit(do_not_specialize=["result_stride"])
 def draw_kernel(
     logits_ptr,  # float32 [num_rows, vocab_size], rows contiguous
     draws_ptr,  # int64 [num_rows, NUM_COLUMNS]
@@ -176,7 +178,7 @@ def draw_kernel(
     tl.store(result_ptr + row * result_stride + TOKEN, token.to(tl.float64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["result_stride", "max_top"])
 def logprobs_kernel(
     logits_ptr,  # as in `draw_kernel`
     draws_ptr,
@@ -255,7 +257,7 @@ def draw_tokens(
     assert max_top <= settings.capacity, "the likeliest tokens pass through the buffer"
     result = torch.empty((num_rows, FIRST_TOP.value + 2 * max_top), dtype=torch.float64, device=logits.device)
     if num_rows:
-        table = torch.from_numpy(draws.pack()).to(logits.device)
+        table = to_device(draws.pack(), logits.device)
         allowed = _allowed(logits, banned, penalties)
         scratch = _Scratch.make(num_rows, vocab_size, settings, logits.device)
         _scan(allowed, table, scratch, settings)
@@ -300,6 +302,7 @@ def _scan(logits: torch.Tensor, table: torch.Tensor, scratch: _Scratch, settings
         PART=settings.part,
         LANES=scratch.lanes.shape[2],
         num_warps=settings.scan_warps,
+        **UNFUSED,
     )
     launches["scan"] += 1
 
@@ -335,6 +338,7 @@ def _launch(
         CAPACITY=settings.capacity,
         PARTS=triton.next_power_of_2(num_parts),
         num_warps=settings.num_warps,
+        **UNFUSED,
     )
     launches[name] += 1
 
@@ -352,6 +356,6 @@ def _allowed(
         penalize(allowed, penalties)
     if banned is not None:
         inside = (banned[1] >= 0) & (banned[1] < logits.shape[1])
-        places = torch.from_numpy(np.stack(banned)[:, inside]).to(logits.device)
+        places = to_device(np.stack(banned)[:, inside], logits.device)
         allowed[places[0], places[1]] = float("-inf")
     return allowed

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pageframe.kernels.triton import launches
+from pageframe.kernels.triton import UNFUSED, launches
 
 #: Tokens that a program changes at once.
 TILE = 1024
@@ -40,7 +40,8 @@ class Penalties:
     frequency: torch.Tensor
 
 
-@triton.jit
+# Three rows of one table, whose width is the number of rows: where each begins must not decide what is compiled.
+@triton.jit(do_not_specialize_on_alignment=["repetition_ptr", "presence_ptr", "frequency_ptr"])
 def penalize_kernel(
     logits_ptr,  # float32 [num_rows, vocab_size], rows contiguous, in and out
     row_start_ptr,  # int32 [num_rows + 1]
@@ -93,5 +94,6 @@ def penalize(logits: torch.Tensor, penalties: Penalties) -> None:
         logits.stride(0),
         vocab_size,
         TILE=TILE,
+        **UNFUSED,
     )
     launches["penalize"] += 1

@@ -10,22 +10,26 @@ import torch
 import triton
 import triton.language as tl
 
-from pageframe.kernels.triton import launches
+from pageframe.kernels.triton import UNFUSED, launches
 from pageframe.kernels.triton.quantize import quantize_rows
 
 
 @triton.jit
 def store_heads(
     heads,  # float32 [TILE, PADDED_DIM], 0 past HEAD_DIM
-    kv_cache_ptr,  # [lanes, HEAD_DIM], contiguous, out
-    kv_scales_ptr,  # float32 [lanes], out; None without HAS_SCALES
-    lane,  # int64 [TILE], where in the cache each head goes
+    kv_cache_ptr,  # [num_blocks, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM], contiguous, out
+    kv_scales_ptr,  # float32 [num_blocks, 2, NUM_KV_HEADS, BLOCK_SIZE], contiguous, out; None without HAS_SCALES
+    slot,  # int64, where in the cache they go
+    head,  # [TILE], each one's number among those of K and then those of V
     in_heads,  # [TILE], which of them exist
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     HAS_SCALES: tl.constexpr,
 ):
     """Store heads in the cache's dtype, with HAS_SCALES as codes with a scale for each."""
+    lane = (slot // BLOCK_SIZE * (2 * NUM_KV_HEADS) + head) * BLOCK_SIZE + slot % BLOCK_SIZE
     KV_DTYPE: tl.constexpr = kv_cache_ptr.dtype.element_ty
     if HAS_SCALES:
         codes, scale = quantize_rows(heads, KV_DTYPE)
@@ -68,11 +72,20 @@ def write_kv_kernel(
     v_at = token * v_token_stride + head[:, None] * v_head_stride + dim
     k = tl.load(k_ptr + k_at, mask=exists, other=0.0).to(tl.float32)
     v = tl.load(v_ptr + v_at, mask=exists, other=0.0).to(tl.float32)
+    store_heads(
+        k, kv_cache_ptr, kv_scales_ptr, slot, head, in_heads,
+        NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, PADDED_DIM, HAS_SCALES,
+    )  # fmt: skip
+    store_heads(
+        v, kv_cache_ptr, kv_scales_ptr, slot, NUM_KV_HEADS + head, in_heads,
+        NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, PADDED_DIM, HAS_SCALES,
+    )  # fmt: skip
 
-    k_lane = (slot // BLOCK_SIZE * 2 * NUM_KV_HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE
-    v_lane = k_lane + NUM_KV_HEADS * BLOCK_SIZE
-    store_heads(k, kv_cache_ptr, kv_scales_ptr, k_lane, in_heads, HEAD_DIM, PADDED_DIM, HAS_SCALES)
-    store_heads(v, kv_cache_ptr, kv_scales_ptr, v_lane, in_heads, HEAD_DIM, PADDED_DIM, HAS_SCALES)
+
+def check_contiguous(kv_cache: torch.Tensor, kv_scales: torch.Tensor | None) -> None:
+    """What every kernel that reads or writes the cache counts on."""
+    assert kv_cache.is_contiguous(), "the kernel counts on a contiguous cache"
+    assert kv_scales is None or kv_scales.is_contiguous(), "the kernel counts on contiguous scales"
 
 
 def write_kv(
@@ -84,8 +97,7 @@ def write_kv(
 ) -> None:
     """See `Backend.write_kv`. K and V become float32 and are rounded once from there, or made codes."""
     assert k.stride(2) == v.stride(2) == 1, "the kernel counts on a contiguous head_dim"
-    assert kv_cache.is_contiguous(), "the kernel counts on a contiguous cache"
-    assert kv_scales is None or kv_scales.is_contiguous(), "the kernel counts on contiguous scales"
+    check_contiguous(kv_cache, kv_scales)
     num_tokens = slots.shape[0]
     if num_tokens == 0:
         return
@@ -106,5 +118,6 @@ def write_kv(
         HEAD_DIM=head_dim,
         PADDED_DIM=triton.next_power_of_2(head_dim),
         HAS_SCALES=kv_scales is not None,
+        **UNFUSED,
     )
     launches["write_kv"] += 1

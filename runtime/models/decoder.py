@@ -5,7 +5,7 @@ Knows nothing of files, families or schedules. Runs under the caller's inference
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,8 +54,8 @@ class Decoder:
         self._weights = weights
         has_rotary = weights.positions is None
         self._rotary = RotaryTable(config, weights.device, weights.rope_factors) if has_rotary else None
-        self._layers = _make_layers(config, weights, self._rotary)
-        self._triton_layers: Layers | None = None
+        self._kernels = _Kernels(_make_layers(config, weights, self._rotary), weights.final_norm)
+        self._triton_kernels: _Kernels | None = None
         self._num_layers = len(weights.layers)
 
     @classmethod
@@ -78,62 +78,10 @@ class Decoder:
         Matrices are normal with a deviation of 1/sqrt(in_features), norms near 1, biases small: hidden states keep
         their size from layer to layer.
         """
-        generator = torch.Generator(device).manual_seed(seed)
-
-        def normal(*shape: int, scale: float, mean: float = 0.0) -> Tensor:
-            values = torch.empty(shape, device=device).normal_(mean, scale, generator=generator)
-            return values.to(storage_dtype)
-
-        def dense(out_features: int, in_features: int, bias: bool = False, interleaved: bool = False) -> Weight:
-            values = normal(out_features, in_features, scale=in_features**-0.5)
-            offset = normal(out_features, scale=0.1) if bias else None
-            return make_weight(values, offset, compute_dtype, kernels, interleaved=interleaved)
-
-        def norm(*shape: int, bias: bool = config.norm == "layer") -> Norm:
-            weight = normal(*shape, scale=0.1, mean=1.0)
-            return make_norm(weight, normal(*shape, scale=0.1) if bias else None, config.norm_eps)
-
-        def layer(window: int | None) -> LayerWeights:
-            num_qk_heads = config.num_heads + config.num_kv_heads
-            hidden_size, intermediate_size = config.hidden_size, config.intermediate_size
-            return LayerWeights(
-                attention_norm=norm(hidden_size),
-                qkv=dense((num_qk_heads + config.num_kv_heads) * config.head_dim, hidden_size, config.qkv_bias),
-                qk_norm=norm(num_qk_heads, config.head_dim, bias=False) if config.qk_norm else None,
-                o=dense(hidden_size, config.num_heads * config.head_dim, config.output_bias),
-                mlp_norm=norm(hidden_size),
-                gate_up=dense(
-                    (1 + config.gated_mlp) * intermediate_size,
-                    hidden_size,
-                    config.mlp_bias,
-                    interleaved=kernels is not None and can_compile(config),
-                ),
-                activate=mlp_activation(config),
-                down=dense(hidden_size, intermediate_size, config.mlp_bias),
-                window=window,
-            )
-
-        embedding = normal(config.vocab_size, config.hidden_size, scale=1.0)
-        layers = [layer(window) for window in config.windows or (None,) * config.num_layers]
-        tied = config.tie_word_embeddings
-        if tied:
-            output = make_weight(embedding, None, compute_dtype, kernels)
-        else:
-            output = dense(config.vocab_size, config.hidden_size)
-        final_norm = norm(config.hidden_size)
-        positions = None
-        if config.learned_positions is not None:
-            positions = normal(config.learned_positions, config.hidden_size, scale=1.0)
-        weights = DecoderWeights(
-            Embedding(embedding, compute_dtype),
-            layers,
-            final_norm,
-            output,
-            compute_dtype,
-            device,
-            positions=None if positions is None else Embedding(positions, compute_dtype),
+        random = _RandomWeights(
+            config, storage_dtype, compute_dtype, torch.Generator(device).manual_seed(seed), kernels
         )
-        return cls(config, weights)
+        return cls(config, random.decoder())
 
     @property
     def layer_bytes(self) -> int:
@@ -172,15 +120,19 @@ class Decoder:
         hidden = self._weights.embedding(token_ids)
         if self._weights.positions is not None:
             hidden.add_(self._weights.positions(positions))
-        run_layer = self._layers_for(backend).begin(positions, slots, plan, backend)
+        run_layer = self._kernels_for(backend).layers.begin(positions, slots, plan, backend)
         for index, kv_cache in zip(range(self._num_layers), kv_caches, strict=True):
             run_layer(index, hidden, kv_cache, None if kv_scales is None else kv_scales[index])
         return hidden
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [num_rows, hidden_size], before the final norm -> float32 [num_rows, vocab_size]."""
-        weights = self._weights
-        return weights.output(weights.final_norm(hidden)).float()
+    def logits(self, hidden: Tensor, backend: Backend | None = None) -> Tensor:
+        """hidden [num_rows, hidden_size], before the final norm -> float32 [num_rows, vocab_size].
+
+        Args:
+            backend: whose kernels compute the norm, where it has one; None: torch's operations.
+        """
+        kernels = self._kernels if backend is None else self._kernels_for(backend)
+        return self._weights.output(kernels.final_norm(hidden)).float()
 
     def arg_max(self, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
         """Per row the lowest id of the largest of its `logits`, int64, and that logit, float32: in one pass that keeps
@@ -190,22 +142,94 @@ class Decoder:
             return None
         return weights.output.arg_max(weights.final_norm(hidden))
 
-    def _layers_for(self, backend: Backend) -> Layers:
-        """The layers that go with a backend; Triton's are made when that backend first computes."""
+    def _kernels_for(self, backend: Backend) -> _Kernels:
+        """What goes with a backend; Triton's are made when that backend first computes."""
         if backend.name != "triton":
-            return self._layers
-        if self._triton_layers is None:
-            self._triton_layers = _make_triton_layers(self.config, self._weights, self._rotary)
-        return self._triton_layers
+            return self._kernels
+        if self._triton_kernels is None:
+            self._triton_kernels = _make_triton_kernels(self.config, self._weights, self._rotary)
+        return self._triton_kernels
 
 
-def _make_triton_layers(config: ModelConfig, weights: DecoderWeights, rotary: RotaryTable | None) -> Layers:
+@dataclass(frozen=True, slots=True)
+class _RandomWeights:
+    """Makes random weights, in the order in which it is asked. See `Decoder.random`."""
+
+    config: ModelConfig
+    storage_dtype: torch.dtype
+    compute_dtype: torch.dtype
+    generator: torch.Generator
+    kernels: CpuKernels | None
+
+    def decoder(self) -> DecoderWeights:
+        config, compute_dtype, device = self.config, self.compute_dtype, self.generator.device
+        embedding = self._normal(config.vocab_size, config.hidden_size, scale=1.0)
+        layers = [self._layer(window) for window in config.windows or (None,) * config.num_layers]
+        if config.tie_word_embeddings:
+            output = make_weight(embedding, None, compute_dtype, self.kernels)
+        else:
+            output = self._dense(config.vocab_size, config.hidden_size)
+        final_norm = self._norm(config.hidden_size)
+        positions = None
+        if config.learned_positions is not None:
+            table = self._normal(config.learned_positions, config.hidden_size, scale=1.0)
+            positions = Embedding(table, compute_dtype)
+        embed = Embedding(embedding, compute_dtype)
+        return DecoderWeights(embed, layers, final_norm, output, compute_dtype, device, positions=positions)
+
+    def _layer(self, window: int | None) -> LayerWeights:
+        config = self.config
+        num_qk_heads = config.num_heads + config.num_kv_heads
+        hidden_size, intermediate_size = config.hidden_size, config.intermediate_size
+        return LayerWeights(
+            attention_norm=self._norm(hidden_size),
+            qkv=self._dense((num_qk_heads + config.num_kv_heads) * config.head_dim, hidden_size, config.qkv_bias),
+            qk_norm=self._norm(num_qk_heads, config.head_dim, bias=False) if config.qk_norm else None,
+            o=self._dense(hidden_size, config.num_heads * config.head_dim, config.output_bias),
+            mlp_norm=self._norm(hidden_size),
+            gate_up=self._dense(
+                (1 + config.gated_mlp) * intermediate_size,
+                hidden_size,
+                config.mlp_bias,
+                interleaved=self.kernels is not None and can_compile(config),
+            ),
+            activate=mlp_activation(config),
+            down=self._dense(hidden_size, intermediate_size, config.mlp_bias),
+            window=window,
+        )
+
+    def _dense(self, out_features: int, in_features: int, bias: bool = False, interleaved: bool = False) -> Weight:
+        values = self._normal(out_features, in_features, scale=in_features**-0.5)
+        offset = self._normal(out_features, scale=0.1) if bias else None
+        return make_weight(values, offset, self.compute_dtype, self.kernels, interleaved=interleaved)
+
+    def _norm(self, *shape: int, bias: bool | None = None) -> Norm:
+        """`bias`: by default where the model's norms have one."""
+        bias = self.config.norm == "layer" if bias is None else bias
+        weight = self._normal(*shape, scale=0.1, mean=1.0)
+        return make_norm(weight, self._normal(*shape, scale=0.1) if bias else None, self.config.norm_eps)
+
+    def _normal(self, *shape: int, scale: float, mean: float = 0.0) -> Tensor:
+        values = torch.empty(shape, device=self.generator.device).normal_(mean, scale, generator=self.generator)
+        return values.to(self.storage_dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kernels:
+    """What computes with a backend: the layers, and the norm behind the last of them."""
+
+    layers: Layers
+    final_norm: Callable[[Tensor], Tensor]
+
+
+def _make_triton_kernels(config: ModelConfig, weights: DecoderWeights, rotary: RotaryTable | None) -> _Kernels:
     # Imported only when wanted: it pulls in the compiler, which is slow to load and absent on some platforms.
     from pageframe.runtime.models.triton_layers import TritonLayers, can_fuse
 
     if rotary is None or not can_fuse(config):
-        return ComposedLayers(config, weights.layers, rotary)
-    return TritonLayers(config, weights.layers, rotary)
+        return _Kernels(ComposedLayers(config, weights.layers, rotary), weights.final_norm)
+    layers = TritonLayers(config, weights.layers, rotary, weights.final_norm)
+    return _Kernels(layers, layers.final_norm)
 
 
 def _make_layers(config: ModelConfig, weights: DecoderWeights, rotary: RotaryTable | None) -> Layers:

@@ -29,12 +29,16 @@ class TritonLayers:
 
     Args:
         config: one that `can_fuse`.
+        last_norm: behind the last layer.
     """
 
-    def __init__(self, config: ModelConfig, layers: Sequence[LayerWeights], rotary: RotaryTable) -> None:
+    def __init__(
+        self, config: ModelConfig, layers: Sequence[LayerWeights], rotary: RotaryTable, last_norm: Norm
+    ) -> None:
         self._config = config
         self._layers = layers
         self._cos, self._sin = rotary.pairs()
+        self._last_norm = _values(last_norm)
 
     def begin(self, positions: Tensor, slots: Tensor, plan: AttentionPlan, backend: Backend) -> RunLayer:
         """See `Layers.begin`."""
@@ -67,6 +71,10 @@ class TritonLayers:
                 hidden.add_(delta)
 
         return run
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """The norm behind the last layer, of hidden states [num_rows, hidden_size], which stay as they are."""
+        return add_rms_norm(hidden.contiguous(), None, self._last_norm, self._config.norm_eps)
 
 
 def _values(norm: Norm) -> Tensor:

@@ -1,7 +1,7 @@
 """Answer the same requests by engines on Triton's kernels and on torch's, and print what each did as JSON.
 
-Run as a program, with TRITON_INTERPRET=1: python triton_engine.py FOLDER MODEL CASE…, where FOLDER is empty, MODEL is
-"llama" or "qwen3", and the cases are of CASES.
+Run as a program, with TRITON_INTERPRET=1 and the tests' folder as PYTHONPATH: python triton_engine.py FOLDER MODEL
+CASE…, where FOLDER is empty, MODEL is "llama" or "qwen3", and the cases are of CASES.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+from fakes.interpreter import patch_once_a_launch
 from safetensors.torch import save_file
 
 from pageframe.benchmarks.experiments.poison import PoisonedRunner
@@ -143,7 +145,9 @@ CASES: dict[str, dict[str, str]] = {
 
 def main(folder: Path, model_type: str, cases: list[str]) -> None:
     model = save_model(folder / model_type, model_type)
-    json.dump({case: run(model, **CASES[case]) for case in cases}, sys.stdout)
+    with pytest.MonkeyPatch.context() as patch:
+        patch_once_a_launch(patch)
+        json.dump({case: run(model, **CASES[case]) for case in cases}, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,8 @@ if not HAS_GPU and os.environ.get("TRITON_INTERPRET") != "1":
         raise pytest.UsageError("Triton was imported before the kernel tests could switch its interpreter on")
     os.environ["TRITON_INTERPRET"] = "1"
 
+from fakes.interpreter import patch_once_a_launch  # noqa: E402
+
 import pageframe.kernels.triton.backend  # noqa: E402, F401  (now: a test may switch the interpreter off for itself)
 from pageframe.kernels.attention import Backend, select_backend  # noqa: E402
 from pageframe.kernels.triton.dtypes import fp8_dtype  # noqa: E402
@@ -38,6 +40,11 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def _fast_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    patch_once_a_launch(monkeypatch)
 
 
 @pytest.fixture

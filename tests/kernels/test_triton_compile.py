@@ -72,6 +72,14 @@ def test_k_and_v_are_loaded_16_bytes_at_a_time(hopper: Kernels, name: str) -> No
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("target", ["sm_86", "sm_89", "sm_120"])
+def test_every_kernel_compiles_for_gpus_with_less_shared_memory(tmp_path: Path, target: str) -> None:
+    kernels = compile_kernels(tmp_path, "--quick", "--target", target)
+    assert all(kernel["shared_bytes"] <= 99 * 1024 for kernel in kernels)
+    assert {kernel["product"] for kernel in variants(kernels, "attend_prefill")} == {"mma.sync"}
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
 def test_every_variant_compiles_for_every_target(tmp_path: Path, target: str) -> None:
     kernels = compile_kernels(tmp_path, "--target", target)

@@ -98,6 +98,19 @@ def test_quantised_caches(
     make_case(rng, shape, [0, 70, 1, 16], chunks=[(20, 5)]).check(triton, device)
 
 
+@pytest.mark.parametrize("kv_dtype", CODES)
+def test_float16_queries_over_codes_of_small_values(
+    triton: TritonBackend, device: torch.device, rng: np.random.Generator, kv_dtype: torch.dtype
+) -> None:
+    """V so small that a weight times its scale would be less than float16 has, by both kernels."""
+    shape = Shape(group=2, num_kv_heads=1, head_dim=16, dtype=FP16, kv_dtype=kv_dtype)
+    case = make_case(rng, shape, [70], chunks=[(60, 5)])
+    assert case.kv_scales is not None
+    case.kv_scales[:, 1] *= 2.0**-12
+    result = run(triton, case, device).double() * 2.0**12
+    torch.testing.assert_close(result, case.expected, rtol=1e-3, atol=1e-3)
+
+
 def test_queries_of_another_dtype_than_the_cache(
     triton: TritonBackend, device: torch.device, rng: np.random.Generator
 ) -> None:

@@ -75,7 +75,7 @@ def logits_of(decoder: Decoder, backend_name: str, device: torch.device, kv_dtyp
             hidden = decoder.forward(
                 tokens[owners, positions], positions, pool.caches, slots, plan, backend, pool.scales
             )
-            results.append(decoder.logits(hidden))
+            results.append(decoder.logits(hidden, backend))
     return torch.cat(results)
 
 
@@ -88,7 +88,8 @@ def test_tritons_layers_compute_what_torchs_do(device: torch.device, config: Mod
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
     ran = launches - before
     num_calls = config.num_layers * len(STEPS)
-    assert (ran["rotate_and_write"], ran["gated"], ran["add_rms_norm"]) == (num_calls, num_calls, 2 * num_calls)
+    assert ran["rotate_and_write"] == ran["gated"] == num_calls
+    assert ran["add_rms_norm"] == 2 * num_calls + len(STEPS), "the last norm of a step is a kernel's too"
     assert ran["write_kv"] == 0, "K and V are written by the kernel that rotates"
 
 
@@ -125,14 +126,14 @@ def test_kinds_of_layers_without_kernels_are_put_together(device: torch.device, 
     decoder = decoder_of(config, device)
     before = Counter(launches)
     logits = logits_of(decoder, "triton", device, torch.float32)
-    assert isinstance(decoder._layers_for(select_backend("triton", device)), ComposedLayers)
+    assert isinstance(decoder._kernels_for(select_backend("triton", device)).layers, ComposedLayers)
     assert (launches - before)["rotate_and_write"] == 0
     torch.testing.assert_close(logits, logits_of(decoder, "reference", device, torch.float32), rtol=0, atol=1e-4)
 
 
 def test_the_layers_follow_the_backend(device: torch.device) -> None:
     decoder = decoder_of(LLAMA, device)
-    fused = decoder._layers_for(select_backend("triton", device))
+    fused = decoder._kernels_for(select_backend("triton", device)).layers
     assert isinstance(fused, TritonLayers)
-    assert decoder._layers_for(select_backend("triton", device)) is fused
-    assert isinstance(decoder._layers_for(select_backend("reference", device)), ComposedLayers)
+    assert decoder._kernels_for(select_backend("triton", device)).layers is fused
+    assert isinstance(decoder._kernels_for(select_backend("reference", device)).layers, ComposedLayers)

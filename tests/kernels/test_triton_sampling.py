@@ -36,28 +36,8 @@ VOCAB_SIZE = 301
 
 
 @pytest.fixture(autouse=True)
-def _quiet_interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Numbers may overflow as they do on a device; and what the interpreter patches is patched once a launch.
-
-    It does so again in every call of a device function, which takes longer than the call.
-    """
-    if triton.knobs.runtime.interpret:
-        interpreter = triton.runtime.interpreter
-        patch, patched = interpreter._patch_lang, set()
-
-        def patch_once(function: object) -> object:
-            modules = frozenset(name for name, value in function.__globals__.items() if value is tl or value is tl.core)
-            is_launch = not patched
-            if not is_launch and modules <= patched:
-                return None
-            patched.update(modules)
-            scope = patch(function)
-            if is_launch:
-                restore = scope.restore
-                scope.restore = lambda: (patched.clear(), restore())
-            return scope
-
-        monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
+def _quiet_interpreter() -> Iterator[None]:
+    """Numbers may overflow as they do on a device."""
     with np.errstate(all="ignore"):
         yield
 

@@ -32,6 +32,7 @@ from fakes.ruled_model import (
 
 from pageframe.runtime.errors import InvalidRequestError
 from pageframe.runtime.grammar import GrammarSpec, MaskWords, Matcher
+from pageframe.runtime.inspection import inspect
 from pageframe.runtime.journal import GrammarEvent
 from pageframe.runtime.philox import choice_seed
 from pageframe.runtime.request import RequestOutput, SamplingParams, choice_ids
@@ -120,7 +121,7 @@ def test_rules_that_leave_no_token_end_that_request_alone() -> None:
     ends = {output.request_id: output for output in outputs if output.finish_reason}
     for request_id, num_tokens in (("none", 0), ("later-0", 1), ("later-1", 1)):
         output = ends[request_id]
-        assert (output.finish_reason, output.token_ids) == ("error", [])
+        assert (output.finish_reason, output.token_ids, output.param) == ("refused", [], "")
         assert "no token may come next" in output.error
         request = engine.scheduler.find(request_id)
         assert request is not None
@@ -137,9 +138,37 @@ def test_a_matcher_that_fails_ends_its_request_and_not_the_engine() -> None:
     while engine.has_work:
         outputs += engine.step()
     ends = {output.request_id: output for output in outputs if output.finish_reason}
-    assert ends["fails"].finish_reason == "error"
+    assert (ends["fails"].finish_reason, ends["fails"].param) == ("refused", "grammar")
     assert "a limit of the test's" in ends["fails"].error
     assert (ends["goes on"].finish_reason, ends["goes on"].token_ids[-1]) == ("stop", EOS)
+
+
+@pytest.mark.parametrize("end", ["by itself", "aborted", "refused"])
+def test_a_request_that_has_ended_keeps_nothing_long(end: str) -> None:
+    """It can be looked at for as long as 255 others end after it."""
+    engine, _ = make_engine()
+    params = SamplingParams(
+        temperature=0,
+        top_k=5,
+        max_tokens=4,
+        logit_bias={3: 1.0},
+        bad_words_ids=[[4, 5]],
+        allowed_token_ids=range(VOCAB_SIZE),
+        grammar=GrammarSpec("lark", "long" * 1000),
+    )
+    grammar = FakeGrammar(8, fails_at=2 if end == "refused" else -1)
+    engine.add("r", [1, 2], params, grammar=grammar)  # type: ignore[arg-type]
+    engine.step()
+    if end == "aborted":
+        engine.abort("r")
+    while engine.has_work:
+        engine.step()
+    request = engine.scheduler.find("r")
+    assert request is not None
+    assert request.finish_reason is not None
+    assert request.matcher is None
+    assert request.params == SamplingParams(temperature=0, top_k=5, max_tokens=4, grammar=GrammarSpec("lark"))
+    assert inspect(engine, "request", "r")["finish_reason"] == request.finish_reason.value
 
 
 @pytest.mark.parametrize(("logprobs", "num_steps"), [(None, 5), (0, 6)])
