@@ -24,8 +24,10 @@ class Command(NamedTuple):
 COMMANDS = {
     "chat": Command("talk to a model in the terminal", "pageframe.api.terminal_chat"),
     "generate": Command("answer a file of requests without a server", "pageframe.api.batch_command"),
+    "explain": Command("tell what happened to a request, in sentences", "pageframe.api.terminal_explain"),
     "inspect": Command("draw a running server's pool and block tables", "pageframe.api.terminal_inspect"),
     "plan": Command("how much memory the KV cache takes here", "pageframe.api.plan_command"),
+    "top": Command("watch a running server in the terminal, as htop does", "pageframe.api.terminal_top"),
 }
 
 #: What stands behind `pageframe bench`.

@@ -18,8 +18,6 @@ from pageframe.runtime.errors import PageframeError
 #: A reader that has read everything asks again after so long.
 POLL_SECONDS = 0.1
 QUIET_SECONDS = 5.0
-#: Whoever wants what is held now gets no more than that, also where the engine writes on: 2,000 events an answer.
-MAX_ASKED = 33
 KEEP_ALIVE = b": nothing new\n\n"
 
 
@@ -48,13 +46,13 @@ async def journal_events(client: EngineClient, since: int) -> AsyncGenerator[byt
 
 async def journal_lines(client: EngineClient, since: int) -> bytes:
     """The events from number `since` on that are held now, a line of JSON each."""
-    lines: list[bytes] = []
-    for _ in range(MAX_ASKED):
-        answer = await _next(client, since)
-        lines += map(encode_json, answer["events"])
-        if since == answer["next"]:
-            break
-        since = answer["next"]
+    answer = await _next(client, since)
+    # An engine that works writes on; what it writes from now on is not asked for.
+    end = answer["written"]
+    lines = [encode_json(event) for event in answer["events"]]
+    while answer["next"] < end:
+        answer = await _next(client, answer["next"])
+        lines += [encode_json(event) for event in answer["events"] if event["id"] < end]
     return b"\n".join([*lines, b""])
 
 

@@ -63,6 +63,15 @@ class Snapshot:
         return len(set(self.steps)) == 1
 
 
+def printable(text: str) -> str:
+    """Text of which no character moves the cursor or means anything else to a terminal."""
+    return (
+        text
+        if text.isprintable()
+        else "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
+    )
+
+
 class OwnerColors:
     """A colour for each request, the same from one drawing to the next as long as it holds blocks."""
 
@@ -100,14 +109,14 @@ def draw_snapshot(snapshot: Snapshot, colors: OwnerColors, width: int, height: i
             "The server moved on between answers",
             f"blocks at step {blocks_step:,}, requests at {requests_step:,}",
         ]
-        above.append(_pack([Text(fact, "yellow") for fact in facts], width))
+        above.append(pack([Text(fact, "yellow") for fact in facts], width))
     if not snapshot.requests:
         return Group(*above, Text("no requests", "dim"))
     room = None if height is None else height - sum(text.plain.count("\n") + 1 for text in above)
     return Group(*above, _draw_requests(snapshot.requests, colors, width, room))
 
 
-def _pack(pieces: Sequence[Text], width: int, separator: str = _SEPARATOR) -> Text:
+def pack(pieces: Sequence[Text], width: int, separator: str = _SEPARATOR) -> Text:
     """Pieces in a row, with line ends only between them."""
     row, column = Text(), 0
     for piece in pieces:
@@ -139,7 +148,7 @@ def _draw_totals(kv: Json, width: int) -> Text:
         f"requests: {kv['requests']['running']:,} running, {kv['requests']['waiting']:,} waiting",
         f"preemptions: {kv['preemptions']:,}",
     ]
-    return _pack([Text(fact) for fact in facts], width)
+    return pack([Text(fact) for fact in facts], width)
 
 
 def draw_pool(blocks: Sequence[Json], block_size: int, colors: OwnerColors, width: int) -> Text:
@@ -191,7 +200,7 @@ def _draw_legend(per_cell: int, width: int) -> Text:
         (FREE, "free"),
     ]
     pieces = [scale, *(f"{glyph} {meaning}" for glyph, meaning in meanings)]
-    return _pack([Text(piece, "dim") for piece in pieces], width, separator="  ")
+    return pack([Text(piece, "dim") for piece in pieces], width, separator="  ")
 
 
 def _draw_requests(requests: Sequence[Json], colors: OwnerColors, width: int, room: int | None) -> RenderableType:

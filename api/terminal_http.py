@@ -82,6 +82,18 @@ def fetch_json(url: str, path: str, timeout: float = TIMEOUT_SECONDS) -> Json:
     Raises:
         ServerError: no answer, another status than 200, or something else than a JSON object.
     """
+    value = _json_object(fetch_body(url, path, timeout))
+    if value is None:
+        raise ServerError(f"{url}{path} answers with something that is no JSON object")
+    return value
+
+
+def fetch_body(url: str, path: str, timeout: float = TIMEOUT_SECONDS) -> bytes:
+    """GET whatever is there.
+
+    Raises:
+        ServerError: no answer, or another status than 200.
+    """
     # /health needs no key, and is asked of whoever may listen there.
     headers = {} if path == "/health" else key_header()
     connection = open_connection(url, timeout)
@@ -95,10 +107,7 @@ def fetch_json(url: str, path: str, timeout: float = TIMEOUT_SECONDS) -> Json:
         connection.close()
     if response.status != http.client.OK:
         raise refusal(response.status, body)
-    value = _json_object(body)
-    if value is None:
-        raise ServerError(f"{url}{path} answers with something that is no JSON object")
-    return value
+    return body
 
 
 def unreachable(url: str, error: Exception) -> ServerError:

@@ -13,6 +13,7 @@ import time
 import urllib.parse
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -24,21 +25,31 @@ WATCH_SECONDS = 1.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", type=server_url, default=DEFAULT_URL, help=f"the server (default: {DEFAULT_URL})")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--url", type=server_url, default=DEFAULT_URL, help=f"the server (default: {DEFAULT_URL})")
+    source.add_argument(
+        "--journal", type=Path, metavar="RECORDING", help="with --perfetto: read a recording, not a running server"
+    )
     parser.add_argument("--request", metavar="ID", help="show one request in full; the beginning of its id will do")
     form = parser.add_mutually_exclusive_group()
     form.add_argument(
         "--watch",
         nargs="?",
-        type=_watch_seconds,
+        type=watch_seconds,
         const=WATCH_SECONDS,
         metavar="SECONDS",
         help=f"draw again and again, every {WATCH_SECONDS:g} s unless said, until Ctrl-C",
     )
     form.add_argument("--json", action="store_true", help="print the server's answers as JSON")
+    form.add_argument(
+        "--perfetto",
+        type=Path,
+        metavar="FILE",
+        help="write what the journal holds as a trace, to be opened in ui.perfetto.dev or chrome://tracing",
+    )
 
 
-def _watch_seconds(text: str) -> float:
+def watch_seconds(text: str) -> float:
     try:
         seconds = float(text)
     except ValueError:
@@ -50,7 +61,14 @@ def _watch_seconds(text: str) -> float:
 
 def run(args: argparse.Namespace) -> int:
     """Draw once, or until Ctrl-C; 1 and one line on stderr where the server cannot be asked."""
-    console = Console(highlight=False)
+    if args.perfetto is not None and args.request is None:
+        return _write_trace(args.url, args.perfetto, args.journal)
+    if args.perfetto is not None or args.journal is not None:
+        print_error(
+            "--journal goes with --perfetto, and --request with neither: `pageframe explain` tells of one request"
+        )
+        return 2
+    console = Console(highlight=False, markup=False, emoji=False)
     colors = OwnerColors()
     try:
         if args.json:
@@ -63,6 +81,32 @@ def run(args: argparse.Namespace) -> int:
     except ServerError as error:
         print_error(str(error))
         return 1
+    return 0
+
+
+def _write_trace(url: str, path: Path, recording: Path | None) -> int:
+    """Write a journal as a trace, and say what it holds."""
+    # Only this needs them, and numpy with them.
+    from pageframe.api.perfetto import make_trace, write_trace
+    from pageframe.api.terminal_journal import as_json, fetch_events, read_events
+    from pageframe.runtime.journal_file import JournalFileError
+
+    try:
+        events = fetch_events(url) if recording is None else as_json(read_events(recording))
+        trace = make_trace(events)
+        write_trace(path, trace)
+    except (ServerError, JournalFileError) as error:
+        print_error(str(error))
+        return 1
+    except OSError as error:
+        print_error(f"{path} cannot be written: {error.strerror}")
+        return 1
+    first = events[0]["id"] if events else 0
+    missing = f"; {first:,} events before these are held no more" if first else ""
+    sys.stdout.write(
+        f"{path}: {len(events):,} events, {trace.seconds:,.2f} s, {trace.num_steps:,} steps, "
+        f"{trace.num_requests:,} requests{missing}\n"
+    )
     return 0
 
 

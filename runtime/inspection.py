@@ -302,11 +302,12 @@ def _steps(engine: Engine, since: str) -> Json:
 
 def _events(engine: Engine, since: str) -> Json:
     """At most MAX_EVENTS events from number `since` on: `first` is the number of the first of them, `next` that of the
-    event behind the last. Where `first` is more than asked for, the events between are held no more."""
+    event behind the last, `written` that of the next one to come. Where `first` is more than asked for, the events
+    between are held no more."""
     journal = engine.journal
     first = max(_number("since", since or "0"), journal.first)
     events = [event_json(number, event) for number, event in enumerate(journal.since(first, MAX_EVENTS), first)]
-    return {"first": first, "next": first + len(events), "events": events}
+    return {"first": first, "next": first + len(events), "written": journal.written, "events": events}
 
 
 def _prefixes(engine: Engine, limit: str) -> Json:

@@ -149,6 +149,8 @@ def tell(events: Iterable[Event], request_id: str) -> list[Sentence]:
             for text in background.sentences():
                 say(background.first, text)
             background = _Background()
+        if isinstance(event, WaitEvent) and (end := _end_of_wait(own[index + 1 :])) and end.time == event.time:
+            continue  # it took another form at once
         if event.request_id == request_id:
             say(event, telling(event, own[index + 1 :], arrived))
         else:
@@ -169,7 +171,7 @@ def wait_in_words(reason: str, needed: int, free: int, behind: str) -> str:
     """What a wait is for, to be read after "it waits"."""
     after = f", behind {behind}" if behind else ""
     if reason == "blocks":
-        return f"for blocks: it needs {needed:,}, {free:,} are free{after}"
+        return f"for blocks: it needs {needed:,}, {free:,} {'is' if free == 1 else 'are'} free{after}"
     words = {
         "queue": f"in the queue{after}" if behind else "for the next step to begin",
         "rows": f"for a place: as many requests run as may{after}",
@@ -197,14 +199,17 @@ def _grammar(event: GrammarEvent, later: Sequence[Event], arrived: float) -> str
 
 
 def _wait(event: WaitEvent, later: Sequence[Event], arrived: float) -> str:
-    ends = next((other for other in later if isinstance(other, _ENDS_A_WAIT)), None)
+    ends = _end_of_wait(later)
     words = wait_in_words(event.reason, event.needed, event.free, event.behind)
     if ends is None:
         return f"It waits {words}."
-    words = (
-        words.replace("it needs", "it needed").replace(" are free", " were free").replace(" run as may", " ran as may")
-    )
+    for now, then in (("needs", "needed"), (" is free", " was free"), (" are free", " were free"), (" run ", " ran ")):
+        words = words.replace(now, then)
     return f"It waited {_seconds(ends.time - event.time)}, until step {ends.step:,}, {words}."
+
+
+def _end_of_wait(later: Sequence[Event]) -> Event | None:
+    return next((other for other in later if isinstance(other, _ENDS_A_WAIT)), None)
 
 
 def _admit(event: AdmitEvent, later: Sequence[Event], arrived: float) -> str:

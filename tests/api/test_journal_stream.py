@@ -21,6 +21,7 @@ class Engine:
     def __init__(self, written: int, first: int = 0) -> None:
         self.first, self.written = first, written
         self.dead = False
+        self.writes_on = 0
 
     async def inspect(self, what: str, argument: str = "") -> bytes:
         if self.dead:
@@ -29,7 +30,9 @@ class Engine:
         first = max(int(argument), self.first)
         numbers = range(first, min(self.written, first + 3))
         events = [{"id": number, "kind": "free", "text": "two\nlines"} for number in numbers]
-        return json.dumps({"first": first, "next": first + len(numbers), "events": events}).encode()
+        answer = {"first": first, "next": first + len(numbers), "written": self.written, "events": events}
+        self.written += self.writes_on
+        return json.dumps(answer).encode()
 
 
 @pytest.fixture(autouse=True)
@@ -88,6 +91,10 @@ def test_what_is_held_comes_as_lines() -> None:
         lines = await journal_lines(Engine(8, first=2), 0)  # type: ignore[arg-type]
         assert [json.loads(line)["id"] for line in lines.splitlines()] == [2, 3, 4, 5, 6, 7]
         assert await journal_lines(Engine(0), 0) == b""  # type: ignore[arg-type]
+        busy = Engine(8)
+        busy.writes_on = 5
+        lines = await journal_lines(busy, 0)  # type: ignore[arg-type]
+        assert [json.loads(line)["id"] for line in lines.splitlines()] == list(range(8)), "it runs after the engine"
 
     run(test())
 

@@ -165,6 +165,13 @@ def test_request_is_found_by_its_id_or_a_beginning(capsys: pytest.CaptureFixture
         assert capsys.readouterr().err == "pageframe: there is no /inspect/requests/a%2Fb%3Fc\n"
 
 
+def test_a_tenants_name_is_not_read_as_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    request = {"step": 1, **one_request(), "tenant": "[red]ann[/red]:smile:"}
+    with ScriptedServer(script(scene()) | {"/inspect/requests/x": [request]}) as server:
+        assert inspect("--url", server.url, "--request", "x") == 0
+    assert 'tenant "[red]ann[/red]:smile:"' in capsys.readouterr().out
+
+
 # ---- one step -------------------------------------------------------------------------------------------------------
 
 

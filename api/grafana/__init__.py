@@ -1,0 +1,1 @@
+"""A Grafana dashboard over the metrics of /metrics: pageframe.json, to be imported there."""
