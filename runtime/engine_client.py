@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 #: A Unix socket's path may have at most 107 bytes.
 MAX_SOCKET_PATH = 100
 SHUTDOWN_SECONDS = 5.0
-LAST_WORDS_SECONDS = 0.5
+LAST_WORDS_SECONDS = 3.0
 
 
 class OutputQueue:
