@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from pageframe.kernels.cpu import CpuKernels
 
 # The same examples every time where CI is set, fresh ones elsewhere. A failing example is printed as a blob that
 # @reproduce_failure takes. No deadline: machines are shared.
@@ -28,6 +32,17 @@ ALONE = (
     "runtime/test_grammar.py",
 )
 _PLACES = tuple(Path(__file__).parent / place for place in ALONE)
+
+
+@pytest.fixture(scope="session")
+def compiled_kernels() -> CpuKernels:
+    """What is compiled for this CPU; where nothing can be, the test is skipped and says why."""
+    from pageframe.kernels.cpu import BuildError, load  # no test is slower for what it does not use
+
+    try:
+        return load()
+    except BuildError as error:
+        pytest.skip(f"no compiled kernels: {error}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -32,7 +32,7 @@ from pageframe.benchmarks.experiments.cache_ways import (
 )
 from pageframe.benchmarks.experiments.ties import LogitGap, Parting
 from pageframe.kernels.attention import select_backend
-from pageframe.kernels.cpu import BuildError, load
+from pageframe.kernels.cpu import CpuKernels
 from pageframe.runtime.config import ModelConfig
 from pageframe.runtime.engine import Engine
 from pageframe.runtime.errors import EngineError
@@ -104,18 +104,14 @@ class RecordingDecoder:
         return self._decoder.arg_max(hidden)
 
 
-def test_in_compiled_kernels_all_four_ways_compute_the_same_bits() -> None:
-    try:
-        kernels = load()
-    except BuildError as error:
-        pytest.skip(f"no compiled kernels: {error}")
+def test_in_compiled_kernels_all_four_ways_compute_the_same_bits(compiled_kernels: CpuKernels) -> None:
     decoder = Decoder.random(
         LAYERS_WITH_WINDOWS,
         storage_dtype=torch.bfloat16,
         compute_dtype=torch.float32,
         device=CPU,
         seed=0,
-        kernels=kernels,
+        kernels=compiled_kernels,
     )
     prompts = random_prompts(3, 9)
     seen = []

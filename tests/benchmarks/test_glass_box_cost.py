@@ -7,7 +7,6 @@ import pytest
 from pageframe.benchmarks.experiments import cpu_attention, glass_box_cost, watching
 from pageframe.benchmarks.experiments.peers_http import Load
 from pageframe.benchmarks.experiments.watching import Run
-from pageframe.kernels.cpu import BuildError, load
 from pageframe.runtime.journal import Journal, StepEvent
 
 
@@ -49,11 +48,8 @@ def test_what_watching_costs_is_taken_pair_by_pair(
     assert "30 kB/s" in told
 
 
+@pytest.mark.usefixtures("compiled_kernels")
 def test_attention_of_one_layer_is_timed(capsys: pytest.CaptureFixture[str]) -> None:
-    try:
-        load()
-    except BuildError as error:
-        pytest.skip(f"no compiled kernels: {error}")
     for kv_dtype in ("bf16", "int8"):
         assert cpu_attention.main(["--quick", "--kv-dtype", kv_dtype]) == 0
         assert f"one layer, {kv_dtype} K/V" in capsys.readouterr().out

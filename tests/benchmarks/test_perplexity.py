@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from pageframe.benchmarks.experiments import perplexity
-from pageframe.kernels.cpu import BuildError, load
 
 from .tiny_models import save_tiny_model
 
@@ -87,11 +86,8 @@ def test_what_cannot_be_measured_is_refused(
     assert complaint in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("compiled_kernels")
 def test_the_command_measures_the_default_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    try:
-        load()
-    except BuildError as error:
-        pytest.skip(f"no compiled kernels: {error}")
     text = tmp_path / "text"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 20)
     assert perplexity.main(["--text", str(text), "--quick"]) == 0

@@ -16,7 +16,7 @@ from pageframe.benchmarks.experiments.floor import Floor, Floors, Machine, Store
 from pageframe.benchmarks.experiments.offline_throughput import Work, floor_seconds
 from pageframe.benchmarks.experiments.phases_report import Cell, Results
 from pageframe.benchmarks.experiments.report import TimeBudget
-from pageframe.kernels.cpu import BuildError, CpuKernels, load
+from pageframe.kernels.cpu import CpuKernels
 from pageframe.runtime.config import EngineConfig, ModelConfig
 from pageframe.runtime.engine import Engine
 from pageframe.runtime.engine_builder import build_engine
@@ -112,11 +112,8 @@ def test_the_kernels_products_count_where_they_are_faster(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(("weights", "layers"), [("bf16", 2.0), ("file", 0.625)])
+@pytest.mark.usefixtures("compiled_kernels")
 def test_an_engine_s_floor_counts_the_bytes_that_it_holds(weights: str, layers: float) -> None:
-    try:
-        load()
-    except BuildError as error:
-        pytest.skip(f"no compiled kernels: {error}")
     engine = build_engine(EngineConfig(dtype="bf16", weights=weights, num_blocks=4, max_model_len=64))
     floors = measure_floors(engine)
     # The default model: 30 layers of 3.54 million weights in Q4_1, an output matrix of 49,152 x 576 in Q8_0.

@@ -7,7 +7,6 @@ from functools import cache
 import pytest
 
 from pageframe.benchmarks.experiments import exactness
-from pageframe.kernels.cpu import BuildError, load
 
 NUM_PROMPTS = 8
 NUM_TOKENS = 64
@@ -41,11 +40,8 @@ def assert_it_happened(way: exactness.Way, outcome: exactness.Outcome) -> None:
         assert outcome.preemptions > 0
 
 
+@pytest.mark.usefixtures("compiled_kernels")
 def test_weights_as_the_file_stores_them_give_the_oracles_tokens_and_the_same_in_any_schedule() -> None:
-    try:
-        load()
-    except BuildError as error:
-        pytest.skip(f"no compiled kernels: {error}")
     precision = exactness.PRECISIONS["file"]
     way = exactness.SCHEDULING_WAYS[-1]
     outcome = exactness.run_way(way, prompts(), NUM_TOKENS, precision)

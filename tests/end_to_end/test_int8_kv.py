@@ -13,7 +13,6 @@ import torch
 
 from pageframe.benchmarks.experiments.exactness import prompt_token_ids, shared_prefix
 from pageframe.benchmarks.experiments.poison import PoisonedRunner
-from pageframe.kernels.cpu import BuildError, load
 from pageframe.runtime.batch import Batch
 from pageframe.runtime.block_table import TableUpdates
 from pageframe.runtime.config import EngineConfig
@@ -32,12 +31,7 @@ SMALL = {"num_blocks": 64, "max_model_len": 256, "max_num_requests": 16}
 Answer = list[tuple[int, float]]
 
 
-@pytest.fixture(autouse=True)
-def _compiled() -> None:
-    try:
-        load()
-    except BuildError as error:
-        pytest.skip(f"no compiled kernels: {error}")
+pytestmark = pytest.mark.usefixtures("compiled_kernels")
 
 
 @cache

@@ -20,7 +20,7 @@ import torch
 
 from pageframe.benchmarks.experiments.poison import PoisonedRunner
 from pageframe.kernels.attention import select_backend
-from pageframe.kernels.cpu import BuildError, load
+from pageframe.kernels.cpu import CpuKernels
 from pageframe.runtime.arithmetic import TORCH_DTYPES
 from pageframe.runtime.config import EngineConfig
 from pageframe.runtime.engine import Engine
@@ -216,11 +216,7 @@ class Serving:
 
 
 @pytest.fixture(autouse=True)
-def _compiled_kernels_and_the_same_threads_afterwards() -> Iterator[None]:
-    try:
-        load()
-    except BuildError as error:
-        pytest.skip(f"no compiled kernels: {error}")
+def _compiled_kernels_and_the_same_threads_afterwards(compiled_kernels: CpuKernels) -> Iterator[None]:
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)

@@ -13,8 +13,7 @@ from gguf import GGMLQuantizationType
 from torch import Tensor
 
 from pageframe.kernels.attention import kv_cache_shape
-from pageframe.kernels.cpu import BuildError, CpuKernels
-from pageframe.kernels.cpu import load as load_kernels
+from pageframe.kernels.cpu import CpuKernels
 from pageframe.kernels.cpu.backend import CpuBackend
 from pageframe.kernels.kv_pool import KvPool
 from pageframe.runtime.config import ModelConfig
@@ -49,11 +48,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def kernels() -> CpuKernels:
-    try:
-        return load_kernels()
-    except BuildError as error:
-        pytest.skip(f"no compiled kernels: {error}")
+def kernels(compiled_kernels: CpuKernels) -> CpuKernels:
+    return compiled_kernels
 
 
 def run(

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from pageframe.kernels.cpu import BuildError, load
 from pageframe.runtime.arithmetic import choose_arithmetic
 from pageframe.runtime.config import EngineConfig
 from pageframe.runtime.models.config import load_model_config
@@ -22,11 +21,8 @@ from pageframe.runtime.models.source import resolve_source
         ({"head_dim": 48}, "the reference backend's"),
     ],
 )
+@pytest.mark.usefixtures("compiled_kernels")
 def test_only_whole_compiled_layers_promise_the_same_bits(changes: dict[str, Any], reason: str) -> None:
-    try:
-        load()
-    except BuildError as error:
-        pytest.skip(f"no compiled kernels: {error}")
     source = resolve_source("default")
     model = load_model_config(source).replace(**changes)
     chosen = choose_arithmetic(EngineConfig(device="cpu"), model, source)

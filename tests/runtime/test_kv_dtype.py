@@ -9,7 +9,7 @@ import torch
 from fakes.engines import tiny_model
 
 from pageframe.kernels.attention import UnsupportedError
-from pageframe.kernels.cpu import BuildError, load
+from pageframe.kernels.cpu import BuildError
 from pageframe.runtime import arithmetic
 from pageframe.runtime.arithmetic import choose_arithmetic
 from pageframe.runtime.config import EngineConfig, ModelConfig
@@ -35,11 +35,8 @@ def test_left_open_they_are_of_the_arithmetics_type() -> None:
     assert stored_as(MODEL, dtype="float32") == torch.float32
 
 
+@pytest.mark.usefixtures("compiled_kernels")
 def test_the_compiled_engine_has_int8() -> None:
-    try:
-        load()
-    except BuildError as error:
-        pytest.skip(f"no compiled kernels: {error}")
     assert EngineConfig(kv_dtype="int8").stored_kv_dtype == "int8"
     assert stored_as(MODEL, kv_dtype="int8") == stored_as(MODEL, kv_dtype="int8", backend="cpu") == torch.int8
     message = "kv_dtype is 'int8', but head_dim is 80; the cpu backend needs a multiple of 32 up to 256"
