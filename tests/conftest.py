@@ -18,13 +18,16 @@ settings.register_profile("local", deadline=None, print_blob=True, suppress_heal
 settings.register_profile("ci", settings.get_profile("local"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
-#: Folders and files whose tests start servers, browsers and compilers, and wait for what these do.
+#: Folders and files whose tests start servers, browsers and compilers and wait for what these do, or press Ctrl-C,
+#: which a test process of several ignores.
 ALONE = (
     "end_to_end",
     "dashboard",
     "api/test_lifecycle.py",
+    "api/test_terminal_chat.py",
     "api/test_slow_requests.py",
     "api/test_terminal_top_live.py",
+    "benchmarks/test_end_to_end.py",
     "benchmarks/test_gpu_script.py",
     "benchmarks/test_peers.py",
     "benchmarks/test_thread_policies.py",
