@@ -216,6 +216,7 @@ def _announce(service: Service, state: ServerState, port: int) -> None:
     lines = [
         f"Pageframe serves {service.model_name} on {url}",
         f"Try it: curl {url}/v1/{route} -H 'content-type: application/json'{key} -d '{body}'",
+        f"Look inside: {url}/dashboard",
         *([f"Opened by keys: {state.access}"] if state.access.needs_key else []),
         describe_arithmetic(service.client.resolved),
         *(f"Note: {note}" for note in service.client.resolved.notes),

@@ -276,7 +276,18 @@ def test_a_full_queue_is_a_429_that_says_when_to_ask_again(start: Start) -> None
 def test_what_counts_as_waiting(start: Start, running: int, waiting: int, n: int, status: int) -> None:
     crowd = Crowd(start, max_queue=2, held=4, running=running, waiting=waiting)
     crowd.server.engine.held_from = None
-    assert crowd.server.chat(n=n).status_code == status
+    response = crowd.server.chat(n=n)
+    assert response.status_code == status
+    if n == 7:
+        assert f"4 requests run or wait and this one makes {n} more" in response.text
+        assert "8 may run (max_num_requests) and 2 wait (max_queue)" in response.text
+    crowd.close()
+
+
+def test_the_queues_numbers_are_no_more_than_it_holds(start: Start) -> None:
+    """More than may wait have come since the last step, which took none of them in yet."""
+    crowd = Crowd(start, max_queue=2, held=7, running=2, waiting=1)
+    assert "2 requests wait, and max_queue is 2" in crowd.server.chat().text
     crowd.close()
 
 
@@ -450,6 +461,7 @@ def test_signals_end_a_real_process_with_status_0(process: Callable[[], subproce
     assert line.startswith("Pageframe serves tiny on http://127.0.0.1:")
     url = line.split()[-1]
     assert server.stdout.readline().startswith(f"Try it: curl {url}/v1/chat/completions")
+    assert server.stdout.readline() == f"Look inside: {url}/dashboard\n"
     assert server.stdout.readline() == (
         "Computes on cpu with torch's operations, threads: 1; weights: float32, K/V: float32; "
         "an answer is the same up to its last bits\n"
