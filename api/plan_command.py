@@ -187,9 +187,7 @@ def _engine_config(args: argparse.Namespace) -> EngineConfig:
         values |= {"dtype": "bf16", "max_model_len": EXAMPLE_TOKENS}
     if values["kv_memory"] is not None:
         values["kv_memory"] = memory_plan.parse_bytes(values["kv_memory"])
-    # The token budget plays no part here; it only has to pass the check against max_num_requests.
-    budget = max(EngineConfig.__dataclass_fields__["max_num_batched_tokens"].default, args.max_num_requests)
-    return EngineConfig(**values, max_num_batched_tokens=budget)
+    return EngineConfig(**values)
 
 
 def _parse_numbers(name: str, text: str) -> tuple[int, ...]:

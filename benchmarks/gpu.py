@@ -4,10 +4,10 @@
 
 It needs torch, triton, numpy, safetensors, tokenizers and jinja2, and no network; under eight minutes on an H200. It
 measures the machine's own limits, checks every kernel against float32, times attention beside them and beside other
-implementations, and runs the engine with random weights in the shapes of three models, with graphs and without. Each
-part is a process with a time limit of its own: one that fails or hangs keeps no other from running. The table comes
-last; the raw figures are in the JSON file. Ctrl-C ends it early, with what was measured until then. `--part tune` finds
-launch settings instead (tune_triton.py).
+implementations, and the draws of a step, and runs the engine with random weights in the shapes of three models, with
+graphs and without. Each part is a process with a time limit of its own: one that fails or hangs keeps no other from
+running. The table comes last; the raw figures are in the JSON file. Ctrl-C ends it early, with what was measured until
+then. `--part tune` finds launch settings instead (tune_triton.py).
 
 --rehearse runs the same code in Triton's interpreter on a CPU, at toy sizes and without the packages that a GPU machine
 may lack: whether the script runs at all is then known before it is on a GPU. Its figures mean nothing.
@@ -46,10 +46,11 @@ class Part:
 
 
 PARTS = (
-    Part("machine", 30),
+    Part("machine", 25),
     Part("checks", 100),
     Part("attention", 70),
     Part("others", 50),
+    Part("sampling", 20),
     Part("Qwen3-0.6B", 60),
     Part("Llama-3.1-8B", 75),
     Part("Qwen3-14B", 75),

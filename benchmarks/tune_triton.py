@@ -5,13 +5,15 @@
 
 Every setting of a grid is timed on the cases of a shape, over as many sets of requests in turn that none is found in a
 cache of the device, as in a model of many layers; the one with the least mean of logarithms of times is taken. One that
-does not compile or launch there is left out. A shape's entry replaces the table's older one for it, so that a run which
+does not compile or launch there is left out, and so is one that does not for other models to which the entry applies:
+with other groups, with a window and a cap. A shape's entry replaces the table's older one for it, so that a run which
 is cut has not been for nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import itertools
 import json
@@ -40,6 +42,11 @@ from pageframe.kernels.triton.tables import Settings
 PART = "tune"
 NUM_KV_HEADS = 8
 BLOCK_SIZE = 16
+#: The ends of what models have. An entry serves all groups that are nearest to its own.
+OTHER_GROUPS = (1, 16)
+SMALL_CONTEXT = 8
+#: The compiler, its assembler or the driver refuses a setting.
+REFUSALS = (RuntimeError, TritonError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +115,12 @@ def run(results: Results, device: torch.device, path: Path | None = None) -> Non
             results.add(Row(PART, str(shape), verdict=NOT_MEASURED, note=f"this device has no {shape.cache}"))
             continue
         with measuring(results, PART, str(shape)):
-            times = dict(_times(shape, dtype, grid, device))
-            in_use = times.pop(None, None)
+            found = dict(_times(shape, dtype, grid, device))
+            in_use = found.get(None)
+            times = {tried: seconds for tried, seconds in found.items() if tried is not None}
             if not times:
                 raise RuntimeError(f"none of {len(grid.settings)} settings ran here")
-            best = min(times, key=lambda tried: times[tried])
-            assert best is not None, "the settings in use are not among those tried"
+            best = _best(shape, dtype, times, device)
             write_entry(path, name, shape, dtype, best)
             note = f"{len(times)} of {len(grid.settings)} settings ran; {times[best] * 1e6:,.1f} us; in {path}"
             value = f"tile {best.tile}, {best.num_warps} warps, {best.num_stages} stages"
@@ -122,25 +129,51 @@ def run(results: Results, device: torch.device, path: Path | None = None) -> Non
             results.add(Row(PART, str(shape), value, share, note=note, numbers=numbers))
 
 
+def _best(shape: Shape, dtype: torch.dtype, times: dict[Settings, float], device: torch.device) -> Settings:
+    """The fastest of these settings that all models to which the entry applies can have.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    for tried in sorted(times, key=lambda tried: times[tried]):
+        if _serves_all(shape, dtype, tried, device):
+            return tried
+    raise RuntimeError(f"none of {len(times)} settings runs with other groups, a window and a cap")
+
+
+def _serves_all(shape: Shape, dtype: torch.dtype, tried: Settings, device: torch.device) -> bool:
+    """Whether the kernel compiles and launches so with every group and mask: on a few tokens, for that decides it."""
+    new_tokens = 1 if shape.kernel == "attend_splits" else SMALL_CONTEXT
+    try:
+        with tables.overridden(shape.kernel, tried):
+            for group in sorted({*OTHER_GROUPS, shape.group}):
+                small = dataclasses.replace(shape, group=group)
+                layer = _layer(small, dtype, (SMALL_CONTEXT,), new_tokens, device)
+                layer.attend(0)
+                layer.attend(0, window=SMALL_CONTEXT // 2, softcap=30.0)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+    except torch.OutOfMemoryError:
+        raise
+    except REFUSALS:
+        return False
+    return True
+
+
 def _times(
     shape: Shape, dtype: torch.dtype, grid: Grid, device: torch.device
 ) -> Iterator[tuple[Settings | None, float]]:
     """Of the settings in use (None) and of those of the grid, as far as this device compiles and launches them: the
     geometric mean of the cases' seconds."""
-    backend, timer = TritonBackend(device), timer_for(device)
+    timer = timer_for(device)
     layers = [
-        Layer(
-            backend,
+        _layer(
+            shape,
+            dtype,
             contexts,
-            num_sets=num_sets(kv_bytes(contexts, NUM_KV_HEADS, shape.head_dim, dtype), device),
-            new_tokens=new_tokens,
-            num_heads=NUM_KV_HEADS * shape.group,
-            num_kv_heads=NUM_KV_HEADS,
-            head_dim=shape.head_dim,
-            block_size=BLOCK_SIZE,
-            dtype=torch.bfloat16,
-            cache_dtype=dtype,
-            device=device,
+            new_tokens,
+            device,
+            sets=num_sets(kv_bytes(contexts, NUM_KV_HEADS, shape.head_dim, dtype), device),
         )
         for contexts, new_tokens in grid.cases[shape.kernel]
     ]
@@ -150,9 +183,27 @@ def _times(
                 seconds = [timer.seconds(_works(layer)) for layer in layers]
             except torch.OutOfMemoryError:
                 raise
-            except (RuntimeError, TritonError):  # the compiler, its assembler or the driver refuses it
+            except REFUSALS:
                 continue
         yield tried, math.exp(sum(map(math.log, seconds)) / len(seconds))
+
+
+def _layer(
+    shape: Shape, dtype: torch.dtype, contexts: tuple[int, ...], new_tokens: int, device: torch.device, sets: int = 1
+) -> Layer:
+    return Layer(
+        TritonBackend(device),
+        contexts,
+        num_sets=sets,
+        new_tokens=new_tokens,
+        num_heads=NUM_KV_HEADS * shape.group,
+        num_kv_heads=NUM_KV_HEADS,
+        head_dim=shape.head_dim,
+        block_size=BLOCK_SIZE,
+        dtype=torch.bfloat16,
+        cache_dtype=dtype,
+        device=device,
+    )
 
 
 def _works(layer: Layer) -> list[Work]:

@@ -17,6 +17,8 @@ DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "cpu", "reference", "triton")
 CONTEXT_FULL = ("stop", "slide")
 MAX_BLOCK_SIZE = 256
+#: max_num_batched_tokens where nobody says it. A GPU's products are worth their launches only over thousands of tokens.
+CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET = 512, 8192
 #: Of the other numbers: from, to. The upper ends are far beyond any machine; they keep arithmetic and arrays sound.
 LIMITS = {
     "num_blocks": (1, 2**31 - 1),
@@ -81,7 +83,11 @@ class EngineConfig:
         None, "longest context of a request; default: the model's own, or what the pool holds", unit="tokens"
     )
     max_num_requests: int = flag(256, "most requests that run at once", unit="requests")
-    max_num_batched_tokens: int = flag(512, "token budget of one step", unit="tokens")
+    max_num_batched_tokens: int | None = flag(
+        None,
+        "token budget of one step; default: 512, on a GPU 8192, and at least --max-num-requests",
+        unit="tokens",
+    )
     mixed_token_budget: int | None = flag(
         None,
         "token budget of a step in which requests decode, so that prompts do not hold up their next tokens; default: "
@@ -124,11 +130,17 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
                 raise ConfigError(f"{name} is {value}; it must be from {low} to {high}")
-        if self.max_num_batched_tokens < self.max_num_requests:
+        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_requests:
             raise ConfigError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least max_num_requests "
                 f"({self.max_num_requests}), since each step gives every decoding request its token"
             )
+
+    def token_budget(self, device_type: str) -> int:
+        """max_num_batched_tokens as it is on "cpu" or "cuda"."""
+        if self.max_num_batched_tokens is not None:
+            return self.max_num_batched_tokens
+        return max(self.max_num_requests, CPU_TOKEN_BUDGET if device_type == "cpu" else GPU_TOKEN_BUDGET)
 
     @property
     def stored_kv_dtype(self) -> str:

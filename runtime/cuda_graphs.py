@@ -21,8 +21,12 @@ from pageframe.kernels.attention import AttentionPlan, Backend, StepBatch, Unsup
 from pageframe.kernels.triton.transfer import staged
 from pageframe.runtime.batch import Batch
 
-#: Batch sizes that have a graph; a larger batch runs without one.
-BUCKETS = (1, 2, 4, *range(8, 257, 8))
+#: Batch sizes that have a graph, as far as batches may become so large. Four to each doubling past 256: few graphs, and
+#: padding is at most a fifth, of steps whose launches cost little beside their kernels.
+BUCKETS = (
+    *(1, 2, 4, *range(8, 257, 8)),
+    *(quarters * 2**power for power in range(6, 14) for quarters in (5, 6, 7, 8)),
+)
 #: Rows of the one array that a step's inputs travel in.
 _TOKEN_IDS, _POSITIONS, _SLOTS = range(3)
 
@@ -143,7 +147,7 @@ class DecodeGraphs:
 
 
 def buckets_for(max_num_requests: int) -> tuple[int, ...]:
-    """The buckets that batches of 1 to `max_num_requests` fall into."""
+    """The buckets that batches of 1 to `max_num_requests` (at most config.LIMITS') fall into."""
     end = bisect_left(BUCKETS, max_num_requests) + 1
     return BUCKETS[:end]
 

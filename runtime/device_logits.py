@@ -71,20 +71,36 @@ def penalties_of(batch: SamplingBatch, device: torch.device) -> Penalties | None
 
 
 def logprobs_of(logits: torch.Tensor, token_ids: Int64s, num_top: npt.NDArray[np.int32]) -> list[TokenLogprobs]:
-    """Logprobs of one given token and of the likeliest `num_top` (0 or more) in each row of logits [n, vocab_size].
+    """Logprobs of one given token and of the likeliest `num_top` (0 or more) in each row of logits [n, vocab_size]; one
+    copy to the host. See `packed_logprobs`."""
+    return unpack_logprobs(packed_logprobs(logits, token_ids, int(num_top.max(initial=0))), num_top)
+
+
+def packed_logprobs(logits: torch.Tensor, token_ids: Int64s, max_top: int) -> torch.Tensor:
+    """Logprobs of one given token and of the likeliest `max_top` (0 or more, or as many as there are) in each row of
+    logits [n, vocab_size], on their device, for one copy to the host.
 
     A NaN counts as -inf, +inf as the largest float32; a row with nothing above -inf as all equal. Ties go to the lower
     id.
+
+    Returns:
+        float64 [n, 1 + 2 * max_top]: the token's, the likeliest ones', then their ids, which float64 holds exactly.
     """
     clean = logits.nan_to_num(nan=float("-inf"), posinf=torch.finfo(torch.float32).max, neginf=float("-inf"))
     clean = clean.masked_fill(clean.amax(1, keepdim=True) == float("-inf"), 0.0)
     total = clean.double().logsumexp(1, keepdim=True)
-    max_top = min(int(num_top.max(initial=0)), logits.shape[1])
+    chosen = clean.gather(1, to_device(token_ids, logits.device)[:, None]) - total
+    if max_top == 0:
+        return chosen
     # Sorted and not torch.topk, which leaves open which of equals it takes.
     tops, top_ids = (part[:, :max_top] for part in clean.sort(dim=1, descending=True, stable=True))
-    chosen = clean.gather(1, to_device(token_ids, logits.device)[:, None])
-    # One copy: float64 holds an id exactly.
-    host = torch.cat((chosen - total, tops - total, top_ids.double()), dim=1).cpu().numpy()
+    return torch.cat((chosen, tops - total, top_ids.double()), dim=1)
+
+
+def unpack_logprobs(packed: torch.Tensor, num_top: npt.NDArray[np.int32]) -> list[TokenLogprobs]:
+    """What `packed_logprobs` made, of each row as many of the likeliest as `num_top` says; one copy to the host."""
+    host = packed.cpu().numpy()
+    max_top = host.shape[1] // 2
     found = []
     for row, count in zip(host, np.minimum(num_top, max_top).tolist(), strict=True):
         ids = row[1 + max_top : 1 + max_top + count].astype(np.int64).tolist()

@@ -21,6 +21,7 @@ import numpy as np
 from pageframe.runtime.admission import Door
 from pageframe.runtime.batch import Batch
 from pageframe.runtime.config import ResolvedConfig
+from pageframe.runtime.errors import EngineDeadError
 from pageframe.runtime.grammar import CompiledGrammar
 from pageframe.runtime.grammar_service import GrammarService, no_compiler
 from pageframe.runtime.journal import Journal, StepEvent
@@ -39,6 +40,9 @@ class Runner(Protocol):
 
     def forward(self, batch: Batch) -> Any:
         """Write K and V of the batch's tokens; return the hidden states of the wanted ones."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has done what it was told. Raises where it no longer works."""
 
 
 class TokenSampler(Protocol):
@@ -222,7 +226,11 @@ class Engine:
         return list(newest)[::-1]
 
     def step(self) -> list[RequestOutput]:
-        """One iteration. Returns what it gave each request that got something."""
+        """One iteration. Returns what it gave each request that got something.
+
+        Raises:
+            EngineDeadError: the step failed, and the device no longer works, so that every later one would fail too.
+        """
         started = self._clock()
         plan = self.scheduler.schedule(started)
         timed_out = self.scheduler.take_timed_out()
@@ -236,11 +244,18 @@ class Engine:
         except Exception as error:
             logger.exception("step %d failed; its %d requests end with an error", plan.step, len(plan.requests))
             outputs = self.scheduler.fail(plan, f"the forward pass failed: {error}", self._clock())
+            self._check_device()
         else:
             outputs = self.scheduler.update(plan, result, self._clock())
         outputs += timed_out
         self._record(plan, outputs, started)
         return outputs
+
+    def _check_device(self) -> None:
+        try:
+            self.runner.synchronize()
+        except Exception as error:
+            raise EngineDeadError(f"the device no longer works: {error}") from error
 
     def _draw(self, hidden: Any, batch: Batch) -> StepResult:
         """A step's tokens; and its prompt tokens' logprobs where they are wanted."""

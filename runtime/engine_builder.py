@@ -44,12 +44,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     arithmetic = choose_arithmetic(config, model, source)
     memory_plan.check_model_len(config, model)
     decoder = _load(config, source, model, arithmetic, progress)
-    pool = memory_plan.size_pool(
-        config,
-        model,
-        available=_available_memory(arithmetic.device),
-        cap=memory_plan.CPU_POOL_CAP if arithmetic.device.type == "cpu" else None,
-    )
+    pool = _size_pool(config, model, arithmetic)
     per_token = memory_plan.kv_bytes_per_token(model, config.stored_kv_dtype)
     pool_bytes = per_token * config.block_size * pool.num_blocks
     host_free = memory_plan.free_memory() - (pool_bytes if arithmetic.device.type == "cpu" else 0)
@@ -68,7 +63,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         num_blocks=pool.num_blocks,
         max_model_len=pool.max_model_len,
         max_num_requests=config.max_num_requests,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=config.token_budget(arithmetic.device.type),
         mixed_token_budget=config.mixed_token_budget,
         graphs=config.graphs and arithmetic.device.type == "cuda" and arithmetic.backend.name == "triton",
         threads=threads,
@@ -80,9 +75,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         notes=arithmetic.notes,
     )
     with refused_at_start(f"the {resolved.backend} backend on {resolved.device}"):
-        runner = _runner(decoder, resolved, arithmetic)
-        sampler = Sampler(runner.logits, runner.arg_max)
-        warm_up(runner, sampler, resolved)
+        runner, sampler = _ready_model(decoder, resolved, arithmetic)
     resolved = _measure(runner, resolved)
     unread = dataclasses.replace(source)  # one that keeps no file open until a grammar comes
     grammars = GrammarService(lambda: GrammarCompiler(load_tokenizer(unread), model.vocab_size, model.eos_token_ids))
@@ -148,10 +141,31 @@ def _slide_by(config: EngineConfig, max_model_len: int) -> int | None:
     return slide_by
 
 
-def _runner(decoder: Decoder, resolved: ResolvedConfig, arithmetic: Arithmetic) -> ModelRunner:
+def _size_pool(config: EngineConfig, model: ModelConfig, arithmetic: Arithmetic) -> memory_plan.PoolSize:
+    """A GPU's memory goes to the pool but for what the largest step needs; of a CPU's, others need some too."""
+    available = _available_memory(arithmetic.device)
+    if arithmetic.device.type == "cpu":
+        return memory_plan.size_pool(config, model, available=available, cap=memory_plan.CPU_POOL_CAP)
+    reserve = memory_plan.activation_bytes(
+        model,
+        num_tokens=config.token_budget(arithmetic.device.type),
+        num_rows=config.max_num_requests,
+        number_bytes=arithmetic.compute.itemsize,
+    )
+    return memory_plan.size_pool(
+        config, model, available=available, cap=None, share=memory_plan.GPU_POOL_SHARE, reserve=reserve
+    )
+
+
+def _ready_model(decoder: Decoder, resolved: ResolvedConfig, arithmetic: Arithmetic) -> tuple[ModelRunner, Sampler]:
+    """Take the memory of K and V, and make all that runs ready.
+
+    Raises:
+        MemoryPlanError: memory cannot be had, for the pool or for the largest step beside it.
+    """
     free = _available_memory(arithmetic.device)
     try:
-        return ModelRunner(
+        runner = ModelRunner(
             decoder,
             arithmetic.backend,
             num_blocks=resolved.num_blocks,
@@ -163,8 +177,11 @@ def _runner(decoder: Decoder, resolved: ResolvedConfig, arithmetic: Arithmetic) 
             host_slots=resolved.host_slots,
             graphs=resolved.graphs,
         )
+        sampler = Sampler(runner.logits, runner.arg_max)
+        warm_up(runner, sampler, resolved)
+        return runner, sampler
     except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+        if not any(words in str(error).lower() for words in ("out of memory", "allocate memory")):
             raise
         needed = f"the KV pool of {resolved.num_blocks} blocks takes {memory_plan.format_bytes(resolved.pool_bytes)}"
         if resolved.host_slots:

@@ -27,7 +27,13 @@ from pageframe.runtime import messages
 from pageframe.runtime.config import EngineConfig
 from pageframe.runtime.engine import Engine
 from pageframe.runtime.engine_launch import without_collections
-from pageframe.runtime.errors import InvalidRequestError, RequestNotFoundError, StartupError, TooManyWaitError
+from pageframe.runtime.errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    RequestNotFoundError,
+    StartupError,
+    TooManyWaitError,
+)
 from pageframe.runtime.grammar import CompiledGrammar
 from pageframe.runtime.grammar_service import Compilation
 from pageframe.runtime.inspection import engine_stats, inspect
@@ -292,11 +298,17 @@ def main(log_level: str) -> int:
             socket.close(linger=5000)
             return 1
     socket.send_multipart(messages.encode(b"ready", engine.resolved))
-    EngineLoop(engine, socket, recorder).run()
+    code = 0
+    try:
+        EngineLoop(engine, socket, recorder).run()
+    except EngineDeadError:
+        # Said by the step that failed. Whoever waits learns it from this process' end.
+        logger.exception("the engine ends")
+        code = 1
     if recorder is not None:
         recorder.close()
     socket.close(linger=1000)
-    return 0
+    return code
 
 
 def _start_recorder(engine: Engine, config: messages.RecordingConfig | None) -> JournalRecorder | None:

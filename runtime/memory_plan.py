@@ -25,6 +25,9 @@ GIB = 1024**3
 CPU_POOL_CAP = 4 * GIB
 #: The share of free memory that the pool may take, so that weights in flight and activations have room.
 POOL_SHARE = 0.5
+#: The same of a GPU's memory, which is nobody else's: the rest is for graphs, kernels, workspaces, activations, and is
+#: no less than `activation_bytes`.
+GPU_POOL_SHARE = 0.85
 
 #: A context holds at least one token of the prompt and one of the answer.
 MIN_MODEL_LEN = 2
@@ -77,6 +80,23 @@ def num_parameters(model: ModelConfig) -> int:
     return model.num_layers * layer + embeddings + positions + hidden
 
 
+def activation_bytes(model: ModelConfig, *, num_tokens: int, num_rows: int, number_bytes: int) -> int:
+    """Bytes that a step has beside the weights and the pool, at most: of its tokens in one layer, and of its logits.
+
+        num_tokens * number_bytes * (4 * hidden + max(attention, mlp))    attention: q twice, k, v and the result;
+                                                                          mlp: gate, up and their product
+        num_rows * vocab_size * (number_bytes + 3 * 4)                    the product, logits, those with rules, a copy
+
+    Args:
+        num_tokens: of the largest step; num_rows: tokens that it draws.
+        number_bytes: of a number of the arithmetic.
+    """
+    attention = model.head_dim * (3 * model.num_heads + 2 * model.num_kv_heads)
+    mlp = (2 + model.gated_mlp) * model.intermediate_size
+    per_token = number_bytes * (4 * model.hidden_size + max(attention, mlp))
+    return num_tokens * per_token + num_rows * model.vocab_size * (number_bytes + 3 * 4)
+
+
 def free_memory() -> int:
     """Bytes of host memory that can be taken without swapping: the kernel's estimate, or what a cgroup leaves."""
     return min(_available_on_machine(), _available_in_cgroup())
@@ -116,6 +136,8 @@ def plan_num_blocks(
     available: int,
     cap: int | None,
     enough: int,
+    share: float = POOL_SHARE,
+    reserve: int = 0,
 ) -> int:
     """How many blocks the pool gets.
 
@@ -124,6 +146,7 @@ def plan_num_blocks(
         available: bytes that are free now, weights already loaded.
         cap: most bytes to take unasked, None for no cap.
         enough: blocks past which no set of requests could use more; not exceeded unasked.
+        share: of `available`, unasked; reserve: bytes that are left in any case, unasked.
 
     Raises:
         MemoryPlanError: not one block fits, or what was asked for does not.
@@ -146,7 +169,7 @@ def plan_num_blocks(
                 f"kv_memory is {format_bytes(kv_memory)}; {format_bytes(available)} of memory are free"
             )
         return kv_memory // bytes_per_block
-    budget = int(available * POOL_SHARE)
+    budget = max(0, min(int(available * share), available - reserve))
     budget = budget if cap is None else min(budget, cap)
     if budget < bytes_per_block:
         raise MemoryPlanError(
@@ -208,11 +231,19 @@ def check_model_len(config: EngineConfig, model: ModelConfig) -> None:
         )
 
 
-def size_pool(config: EngineConfig, model: ModelConfig, *, available: int, cap: int | None) -> PoolSize:
+def size_pool(
+    config: EngineConfig,
+    model: ModelConfig,
+    *,
+    available: int,
+    cap: int | None,
+    share: float = POOL_SHARE,
+    reserve: int = 0,
+) -> PoolSize:
     """The pool that these settings get.
 
     Args:
-        available, cap: as in `plan_num_blocks`.
+        available, cap, share, reserve: as in `plan_num_blocks`.
 
     Raises:
         ConfigError: max_model_len is beyond the model's positions or the pool.
@@ -228,6 +259,8 @@ def size_pool(config: EngineConfig, model: ModelConfig, *, available: int, cap: 
         available=available,
         cap=cap,
         enough=enough,
+        share=share,
+        reserve=reserve,
     )
     capacity = num_blocks * config.block_size
     needed = max(MIN_MODEL_LEN, config.max_model_len or 0)

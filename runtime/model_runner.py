@@ -61,7 +61,8 @@ class ModelRunner:
         self._device = device
         self._pool = KvPool(model.num_layers, shape, kv_dtype, device)
         self._copied_at_once = max(1, COPIED_AT_ONCE * num_blocks // self._pool.nbytes)
-        self._host_pool = KvPool(model.num_layers, (host_slots, *shape[1:]), kv_dtype, torch.device("cpu"))
+        host_shape, host = (host_slots, *shape[1:]), torch.device("cpu")
+        self._host_pool = KvPool(model.num_layers, host_shape, kv_dtype, host, beside_gpu=device.type == "cuda")
         self._tables = torch.zeros((max_num_requests, max_blocks), dtype=torch.int32, device=device)
         self._graphs = self._record(max_num_requests) if graphs else None
 
@@ -127,7 +128,7 @@ class ModelRunner:
             target.copy_from(source, [copy.src for copy in run], [copy.dst for copy in run])
 
     def synchronize(self) -> None:
-        """Wait until the device has done what it was told."""
+        """See `Runner.synchronize`."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
@@ -147,7 +148,7 @@ class ModelRunner:
         if len(updates):
             rows = to_device(updates.rows.astype(np.int64), self._device)
             indices = to_device(updates.indices.astype(np.int64), self._device)
-            self._tables[rows, indices] = to_device(updates.block_ids, self._device)
+            self._tables[rows, indices] = to_device(np.ascontiguousarray(updates.block_ids), self._device)
 
 
 def _independent_runs(copies: Sequence[BlockCopy], longest: int) -> Iterator[tuple[CopyKind, list[BlockCopy]]]:

@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 
 from pageframe.kernels.triton.sampling_table import Draws
+from pageframe.kernels.triton.transfer import to_device
 from pageframe.runtime.philox import NOISE_SPAN, gumbel, gumbel_bound, token_words
 from pageframe.runtime.request import GREEDY_BELOW, TokenLogprobs
 from pageframe.runtime.sampling_filters import (
@@ -71,7 +72,9 @@ class Sampler:
         is_plain = (batch.temperature < GREEDY_BELOW) & (batch.num_logprobs < 0)
         is_plain[[row for row, _ in (*batch.banned, *batch.rules)]] = False
         plain = np.flatnonzero(is_plain)
-        found = self._fused_arg_max(_rows(hidden, plain)) if len(plain) else None
+        # On a GPU there is no such pass, and picking rows by numbers of the host would wait for it.
+        can_fuse = hidden.device.type == "cpu" and len(plain)
+        found = self._fused_arg_max(_rows(hidden, plain)) if can_fuse else None
         if found is None:
             return self.sample_logits(self._logits(hidden), batch)
         ids, best = found[0].numpy(), found[1].numpy()
@@ -101,14 +104,26 @@ class Sampler:
 
         Never more than a slice of their logits is in memory.
         """
-        found: list[TokenLogprobs] = []
-        for start in range(0, len(scored.token_ids), _SCORED_AT_ONCE):
-            part = slice(start, start + _SCORED_AT_ONCE)
-            found += _score(self._logits(hidden[part]), scored.token_ids[part], scored.num_top[part])
+        starts = range(0, len(scored.token_ids), _SCORED_AT_ONCE)
+        parts = [slice(start, start + _SCORED_AT_ONCE) for start in starts]
+        if hidden.device.type == "cpu":
+            found = []
+            for part in parts:
+                found += _score(self._logits(hidden[part]), scored.token_ids[part], scored.num_top[part])
+        else:
+            found = self._score_on_device(hidden, scored, parts)
         ends = np.cumsum([count for _, count in scored.requests]).tolist()
         return {
             position: found[end - count : end] for (position, count), end in zip(scored.requests, ends, strict=True)
         }
+
+    def _score_on_device(self, hidden: torch.Tensor, scored: ScoredTokens, parts: list[slice]) -> list[TokenLogprobs]:
+        """Every slice's results stay on the device until all are made: the host waits once."""
+        from pageframe.runtime.device_logits import packed_logprobs, unpack_logprobs
+
+        max_top = int(scored.num_top.max(initial=0))
+        packed = [packed_logprobs(self._logits(hidden[part]), scored.token_ids[part], max_top) for part in parts]
+        return unpack_logprobs(torch.cat(packed), scored.num_top)
 
 
 def _sample_on_host(logits: torch.Tensor, batch: SamplingBatch) -> StepResult:
@@ -173,7 +188,7 @@ def _sample_on_device(logits: torch.Tensor, batch: SamplingBatch) -> StepResult:
     }
     changed = [row for row in changed if token_ids[row] >= 0]
     if changed:
-        picked = torch.tensor(changed, device=logits.device)
+        picked = to_device(np.array(changed, np.int64), logits.device)
         found = logprobs_of(logits[picked], token_ids[changed].astype(np.int64), batch.num_logprobs[changed])
         logprobs |= zip(changed, found, strict=True)
     lost = np.flatnonzero(token_ids < 0)
@@ -216,7 +231,7 @@ def _has_triton() -> bool:
 
 def _host_rows(logits: torch.Tensor, rows: Int64s) -> Float32s:
     """The logits of these rows, float32 [len(rows), vocab_size], on the host; not to be written to."""
-    picked = logits if len(rows) == len(logits) else logits[torch.from_numpy(rows).to(logits.device)]
+    picked = logits if len(rows) == len(logits) else logits[to_device(rows, logits.device)]
     host: Float32s = np.ascontiguousarray(picked.cpu().numpy())
     return host
 
@@ -271,10 +286,6 @@ def _logprobs(values: Float32s, token_id: int, count: int) -> TokenLogprobs:
 
 
 def _score(logits: torch.Tensor, token_ids: Int64s, num_top: npt.NDArray[np.int32]) -> list[TokenLogprobs]:
-    if logits.device.type != "cpu":
-        from pageframe.runtime.device_logits import logprobs_of
-
-        return logprobs_of(logits, token_ids, num_top)
     rows = logits.numpy()
     return [
         _logprobs(allowed_logits(values, values.max(), ()), token_id, count)

@@ -1,9 +1,10 @@
 """All that a request may make a GPU's compiler do, done once at start: no request waits for it, and what does not
-compile or launch there is said before anyone is served.
+compile or launch there, or finds too little memory, is said before anyone is served.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ def warm_up(runner: ModelRunner, sampler: Sampler, resolved: ResolvedConfig) -> 
     """Have a GPU's kernels compiled and loaded; on a CPU there is nothing to do."""
     if resolved.device != "cpu":
         run_every_kernel(runner, sampler, resolved.max_num_requests)
+        run_largest_step(runner, sampler, resolved.max_num_batched_tokens, resolved.max_num_requests)
         runner.synchronize()
 
 
@@ -45,15 +47,22 @@ def run_every_kernel(runner: ModelRunner, sampler: Sampler, max_num_requests: in
     while num_decode <= max_num_requests:
         runner.forward(_mixed_step(num_decode))
         num_decode = 2 * num_decode - 1
-    sampler.sample(hidden, _one_draw())
+    sampler.sample(hidden, _draws(1))
     if find_spec("triton") is not None:
         _penalize_once(runner)
 
 
-def _mixed_step(num_decode: int) -> Batch:
+def run_largest_step(runner: ModelRunner, sampler: Sampler, num_tokens: int, num_requests: int) -> None:
+    """Run as many tokens and draws as a step may have, so that their memory is met now; torch keeps it for the steps to
+    come. No block is written."""
+    hidden = runner.forward(_mixed_step(num_requests - 1, num_tokens - num_requests + 1, num_requests))
+    sampler.sample(hidden, dataclasses.replace(_draws(num_requests), banned=((0, (0,)),)))
+
+
+def _mixed_step(num_decode: int, prompt_tokens: int = PROMPT_TOKENS, num_wanted: int = 1) -> Batch:
     """Decode rows and a prompt as padding has them: slot -1 writes nothing, context 0 attends to nothing. No recorded
     graph has such a step."""
-    num_tokens = num_decode + PROMPT_TOKENS
+    num_tokens = num_decode + prompt_tokens
     zeros = np.zeros(num_tokens, dtype=np.int64)
     requests = np.zeros(num_decode + 1, dtype=np.int32)
     return Batch(
@@ -64,20 +73,20 @@ def _mixed_step(num_decode: int) -> Batch:
         context_lens=requests,
         rows=requests,
         num_decode=num_decode,
-        wanted=np.zeros(1, dtype=np.int64),
+        wanted=np.zeros(num_wanted, dtype=np.int64),
         sampling=SamplingBatch.empty(),
         table_updates=TableUpdates([]),
     )
 
 
-def _one_draw() -> SamplingBatch:
-    """One row, drawn with a filter, with logprobs."""
-    ones, integers, longs = np.ones(1, np.float32), np.ones(1, np.int32), np.zeros(1, np.int64)
+def _draws(count: int) -> SamplingBatch:
+    """Rows drawn with a filter, with logprobs."""
+    ones, integers, longs = np.ones(count, np.float32), np.ones(count, np.int32), np.zeros(count, np.int64)
     return SamplingBatch(
         temperature=ones,
         top_k=integers,
         top_p=ones,
-        min_p=np.zeros(1, np.float32),
+        min_p=np.zeros(count, np.float32),
         seed=longs,
         output_index=longs,
         num_logprobs=integers,

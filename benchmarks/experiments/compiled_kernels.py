@@ -30,7 +30,8 @@ from pageframe.kernels.triton import tables
 
 #: Of (kernel, target): bytes a thread that may spill, and why. Products of compute capability 8 and 12 take all their
 #: operands from registers: with heads of 256 the sums of 128 rows leave too few for them, and with codes, which are
-#: widened there, also heads of 128. Decode rows over codes lack one register or two.
+#: widened there, also heads of 128. Decode rows over codes lack one register or two. A vocabulary past 131,072 has more
+#: than 128 parts, whose winners a program compares at once: four registers too many.
 STATED_SPILLS = {
     ("attend_prefill_kernel", "sm_80"): 400,
     ("attend_prefill_kernel", "sm_86"): 400,
@@ -39,6 +40,7 @@ STATED_SPILLS = {
     ("attend_splits_kernel", "sm_86"): 8,
     ("attend_splits_kernel", "sm_89"): 8,
     ("attend_splits_kernel", "sm_100"): 8,
+    **{("draw_kernel", target): 16 for target in ("sm_80", "sm_86", "sm_89", "sm_90")},
 }
 FP8 = dict.fromkeys(("sm_89", "sm_90", "sm_100", "sm_120"), torch.float8_e4m3fn) | {"gfx942": torch.float8_e4m3fnuz}
 #: Of the table, where there is no terminal to ask.

@@ -75,6 +75,9 @@ class NoModel:
     def forward(self, batch: Batch) -> None:
         return None
 
+    def synchronize(self) -> None:
+        pass
+
     def sample(self, hidden: Any, batch: SamplingBatch) -> StepResult:
         return StepResult(np.full(len(batch), TOKEN, dtype=np.int32), {})
 

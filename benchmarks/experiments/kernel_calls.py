@@ -33,7 +33,8 @@ NAMES = {
 #: Contexts and chunks of the example step: none is a multiple of a tile.
 _CONTEXTS = (700, 33)
 _CHUNK = 77
-#: Of Llama-3.1-8B.
+#: Of Llama-3.1-8B; logits of other vocabularies have other numbers of parts, for which the kernels that draw are
+#: compiled anew.
 _HIDDEN_SIZE, _INTERMEDIATE_SIZE, _VOCAB_SIZE = 4096, 14_336, 128_256
 #: Blocks of a pool past 2 GiB, up to which a compiler may take 32-bit offsets. The memory is never touched.
 _POOL_BYTES = 2**31 + 2**28
@@ -47,6 +48,7 @@ class Shape:
         dtype: of activations.
         cache_dtype: of K and V.
         masked: with a sliding window and a soft cap.
+        vocab_size: of the logits that are drawn from.
     """
 
     head_dim: int = 128
@@ -56,12 +58,15 @@ class Shape:
     dtype: torch.dtype = torch.bfloat16
     cache_dtype: torch.dtype = torch.bfloat16
     masked: bool = False
+    vocab_size: int = _VOCAB_SIZE
 
     def __str__(self) -> str:
         stored = NAMES[self.cache_dtype]
         if self.scaled and self.dtype != torch.bfloat16:
             stored = f"{NAMES[self.dtype]} over {stored}"
         words = [f"{self.head_dim}", stored, f"group {self.group}", f"block {self.block_size}"]
+        if self.vocab_size != _VOCAB_SIZE:
+            words.append(f"vocabulary {self.vocab_size:,}")
         return ", ".join(words + ["window, cap"] * self.masked)
 
     @property
@@ -181,7 +186,7 @@ def _sample(shape: Shape) -> None:
     )
     floats, tokens = torch.ones(2), torch.zeros(4, dtype=torch.int32)
     penalties = Penalties(torch.zeros(3, dtype=torch.int32), tokens, tokens, floats, floats, floats)
-    draw_tokens(torch.zeros(2, _VOCAB_SIZE), draws, penalties=penalties)
+    draw_tokens(torch.zeros(2, shape.vocab_size), draws, penalties=penalties)
 
 
 #: What is compiled, by name. A call launches one kernel or several.
@@ -215,4 +220,6 @@ def all_shapes(fp8: torch.dtype | None) -> tuple[Shape, ...]:
     shapes += [Shape(dtype=fp16, cache_dtype=dtype) for dtype in codes]
     shapes += [Shape(block_size=block_size, cache_dtype=dtype) for block_size in (1, 128) for dtype in (bf16, int8)]
     shapes += [Shape(group=group) for group in (1, 7, 16)]
+    # Of GPT-2 and of Gemma 3: a row has fewer parts, and more.
+    shapes += [Shape(vocab_size=vocab_size) for vocab_size in (50_257, 262_144)]
     return tuple(dict.fromkeys(shapes))

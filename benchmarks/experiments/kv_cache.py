@@ -203,7 +203,7 @@ def _build_engine(args: argparse.Namespace, grid: Grid) -> Engine:
     # tokens while others wait.
     token_budget = min(
         LIMITS["max_num_batched_tokens"][1],
-        max(DEFAULTS.max_num_batched_tokens, 4 * num_requests * grid.prompt_len),
+        max(DEFAULTS.token_budget("cpu"), 4 * num_requests * grid.prompt_len),
     )
     engine = build_engine(
         EngineConfig(

@@ -68,6 +68,9 @@ class KernelClock:
     def forward(self, batch: Batch) -> Any:
         return self._timed(lambda: self._runner.forward(batch))
 
+    def synchronize(self) -> None:
+        self._runner.synchronize()
+
     def logits(self, hidden: Any) -> Any:
         return self._timed(lambda: self._runner.logits(hidden))
 

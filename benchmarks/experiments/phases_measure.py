@@ -48,7 +48,7 @@ class Phases:
         wanted = -(-max(pool_tokens, longest) // block_size) + 256
         smallest = -(-longest // block_size)
         # Half of a step is left for prompts when nearly all decode, so that the last ones can join the first.
-        token_budget = max(DEFAULTS.max_num_batched_tokens, 2 * num_requests)
+        token_budget = max(DEFAULTS.token_budget("cpu"), 2 * num_requests)
         self._engine = build_engine(
             EngineConfig(
                 model=model,

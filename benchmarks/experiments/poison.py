@@ -48,6 +48,9 @@ class PoisonedRunner:
         self._runner.fill_blocks(sorted(handed_out - copied), NAN)
         return self._runner.forward(replace(batch, copies=()))
 
+    def synchronize(self) -> None:
+        self._runner.synchronize()
+
     def poison_free_blocks(self) -> None:
         allocator = self._engine.scheduler.allocator
         free = {block_id for block_id in self._written if allocator.state(block_id) == "free"}

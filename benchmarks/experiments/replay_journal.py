@@ -88,6 +88,9 @@ class Scripted:
     def forward(self, batch: Batch) -> None:
         return None
 
+    def synchronize(self) -> None:
+        pass
+
     def sample(self, hidden: Any, batch: SamplingBatch) -> StepResult:
         drawn = zip(batch.seed.tolist(), batch.output_index.tolist(), strict=True)
         return StepResult(np.array([self._by_seed[seed][index] for seed, index in drawn], dtype=np.int32), {})

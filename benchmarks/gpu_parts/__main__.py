@@ -55,7 +55,7 @@ def main() -> int:
     import torch
 
     from pageframe.benchmarks import tune_triton
-    from pageframe.benchmarks.gpu_parts import attention, checks, machine, serving
+    from pageframe.benchmarks.gpu_parts import attention, checks, machine, sampling, serving
     from pageframe.benchmarks.gpu_parts.results import Results
     from pageframe.benchmarks.gpu_parts.sizes import REAL, TOY
 
@@ -70,7 +70,13 @@ def main() -> int:
     if args.part == "tune":
         tune_triton.run(results, device, args.out.with_name("table.json") if args.rehearse else None)
         return 0
-    parts = {"machine": machine.run, "checks": checks.run, "attention": attention.run, "others": attention.run_others}
+    parts = {
+        "machine": machine.run,
+        "checks": checks.run,
+        "attention": attention.run,
+        "others": attention.run_others,
+        "sampling": sampling.run,
+    }
     parts[args.part](results, sizes, device)
     return 0
 

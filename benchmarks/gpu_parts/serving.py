@@ -22,7 +22,7 @@ from pageframe.runtime.batch import Batch
 from pageframe.runtime.config import ModelConfig, ResolvedConfig
 from pageframe.runtime.engine import Engine
 from pageframe.runtime.errors import EngineError
-from pageframe.runtime.memory_plan import kv_bytes_per_token
+from pageframe.runtime.memory_plan import GPU_POOL_SHARE, kv_bytes_per_token
 from pageframe.runtime.model_runner import ModelRunner
 from pageframe.runtime.models.decoder import Decoder
 from pageframe.runtime.request import SamplingParams
@@ -32,8 +32,6 @@ from pageframe.runtime.warm_up import warm_up
 PART = "engine"
 BF16 = torch.bfloat16
 BLOCK_SIZE = 16
-#: Of the device's free memory, beside the weights: the rest is for activations and graphs.
-POOL_SHARE = 0.85
 WARM_UP_REQUESTS, WARM_UP_OUTPUT = 4, 3
 #: Prompt tokens of the requests that decode while the busy time is taken.
 BUSY_PROMPT = 64
@@ -66,6 +64,10 @@ class Watched:
         self.contexts.append(int(batch.context_lens.sum()) if is_decode else None)
         return self.runner.forward(batch)
 
+    def synchronize(self) -> None:
+        """See `Runner`."""
+        self.runner.synchronize()
+
 
 @dataclass(frozen=True, slots=True)
 class Measured:
@@ -73,7 +75,7 @@ class Measured:
 
     Args:
         seconds: of the run; it is cut if not all requests `ended`.
-        steps, floors: of its decode steps, in seconds.
+        steps, floors: of its decode steps, in seconds; mixed: of all other steps.
     """
 
     tokens: int
@@ -81,6 +83,7 @@ class Measured:
     ended: int
     steps: list[float]
     floors: list[float]
+    mixed: list[float]
 
 
 def run(name: str, results: Results, sizes: Sizes, device: torch.device) -> None:
@@ -149,6 +152,10 @@ def _row(case: str, measured: Measured, num_asked: int, busy: float | None, read
         numbers |= {"step_seconds": step, "floor_seconds": least}
         notes.append(f"decode step {step * 1e3:.2f} ms, floor {least * 1e3:.2f}")
         share = f"{least / step:.0%}"
+    if measured.mixed:
+        mixed = statistics.mean(measured.mixed)
+        numbers["mixed_step_seconds"] = mixed
+        notes.append(f"{len(measured.mixed)} steps with prompts, {mixed * 1e3:.2f} ms each")
     notes.append(f"GPU busy {NOT_MEASURED}" if busy is None else f"GPU busy {busy:.0%}")
     if busy is not None:
         numbers["busy"] = busy
@@ -163,7 +170,7 @@ def resolve(model: ModelConfig, sizes: Sizes, device: torch.device) -> ResolvedC
     num_blocks = sizes.requests * -(-longest // BLOCK_SIZE)
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        held = int(POOL_SHARE * torch.cuda.mem_get_info(device)[0]) // (per_token * BLOCK_SIZE)
+        held = int(GPU_POOL_SHARE * torch.cuda.mem_get_info(device)[0]) // (per_token * BLOCK_SIZE)
         num_blocks = min(num_blocks, held)
     return ResolvedConfig(
         model_name=model.family,
@@ -227,7 +234,12 @@ def serve(
         engine.abort(name)
     decodes = [(taken, total) for taken, total in zip(times, watched.contexts, strict=True) if total is not None]
     return Measured(
-        tokens, now - started, ended, [taken for taken, _ in decodes], [floor(total) for _, total in decodes]
+        tokens,
+        now - started,
+        ended,
+        steps=[taken for taken, _ in decodes],
+        floors=[floor(total) for _, total in decodes],
+        mixed=[taken for taken, total in zip(times, watched.contexts, strict=True) if total is None],
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pageframe.runtime.config import ModelConfig, RopeScaling
+from pageframe.runtime.config import GPU_TOKEN_BUDGET, ModelConfig, RopeScaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ REAL = Sizes(
     cases=_CASES,
     requests=256,
     tokens=(100, 1024),
-    token_budget=8192,
+    token_budget=GPU_TOKEN_BUDGET,
     run_seconds=25.0,
     eager_seconds=8.0,
     busy_steps=12,

@@ -75,7 +75,7 @@ class Settings:
         part: tokens of a row that one program of the scan reads; lanes: of a row, see `guess_key`.
         tile: tokens that the other kernels read at once; capacity: tokens that they keep aside for each row.
 
-    All are powers of two. With these no register is spilled.
+    All are powers of two. With these no register is spilled, or four where the vocabulary is past 131,072.
     """
 
     part: int = 1024
@@ -356,6 +356,7 @@ def _allowed(
         penalize(allowed, penalties)
     if banned is not None:
         inside = (banned[1] >= 0) & (banned[1] < logits.shape[1])
-        places = to_device(np.stack(banned)[:, inside], logits.device)
-        allowed[places[0], places[1]] = float("-inf")
+        places = to_device(np.stack([numbers[inside] for numbers in banned]), logits.device)
+        # Assigning a number of the host's would wait for its copy.
+        allowed.index_put_((places[0], places[1]), allowed.new_full((), float("-inf")))
     return allowed

@@ -36,6 +36,14 @@ def test_the_engine_part_runs_with_graphs_and_without(tmp_path: Path) -> None:
     for row in rows:
         assert "3 of 3 requests" in row["note"]
         assert row["numbers"]["step_seconds"] > row["numbers"]["floor_seconds"] > 0
+        assert row["numbers"]["mixed_step_seconds"] > 0
+        assert "steps with prompts" in row["note"]
+
+
+def test_the_draws_of_a_step_are_timed(tmp_path: Path) -> None:
+    (row,), _ = rehearse(tmp_path, "--part", "sampling")
+    assert row["numbers"]["seconds"] > row["numbers"]["floor_seconds"] > 0
+    assert row["note"].startswith("3 rows of 3,000; ")
     assert (tmp_path / "gpu.png").stat().st_size > 1000
 
 
@@ -43,7 +51,7 @@ def test_the_engine_part_runs_with_graphs_and_without(tmp_path: Path) -> None:
 def test_a_whole_rehearsal_finds_every_kernel_right(tmp_path: Path) -> None:
     rows, _ = rehearse(tmp_path)
     parts = {row["part"] for row in rows}
-    assert parts == {"machine", "check", "attention", "others", "engine"}
+    assert parts == {"machine", "check", "attention", "others", "sampling", "engine"}
     checks = [row for row in rows if row["part"] == "check"]
     assert len(checks) > 10
     assert {row["verdict"] for row in checks} == {OK}

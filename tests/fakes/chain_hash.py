@@ -78,7 +78,7 @@ class ChainHashModel:
     """A Runner and a TokenSampler over a pool [num_layers, num_blocks * block_size] uint64, poisoned at the start.
 
     `fail_next` makes the next forward raise: "before" anything is touched, "after" the cache is written, or where there
-    are "copies" to be made. `num_failures` counts.
+    are "copies" to be made. `num_failures` counts. While `device_is_lost`, `synchronize` fails.
     """
 
     def __init__(
@@ -103,6 +103,7 @@ class ChainHashModel:
         self.num_forwards = 0
         self.fail_next = ""
         self.num_failures = 0
+        self.device_is_lost = False
         self._tables = np.full((max_num_requests, max_blocks), -1, dtype=np.int64)
         self._roots = [mix(salt + layer) for layer in range(num_layers)]
         self._roots_column = np.array(self._roots, dtype=np.uint64)[:, None]
@@ -140,6 +141,11 @@ class ChainHashModel:
         if self.fail_next == "after":
             self._fail("after the cache was written")
         return self._read(batch)
+
+    def synchronize(self) -> None:
+        """Nothing runs behind its back; it fails where the device is to be lost."""
+        if self.device_is_lost:
+            raise InjectedFailure("the device is lost")
 
     def _fail(self, when: str) -> NoReturn:
         self.fail_next = ""

@@ -47,6 +47,9 @@ class Runner:
     def forward(self, batch: Batch) -> torch.Tensor:
         return torch.from_numpy(self.model.forward(batch).view(np.int64))
 
+    def synchronize(self) -> None:
+        self.model.synchronize()
+
 
 def all_logits(hidden: torch.Tensor) -> torch.Tensor:
     rows = [logits_of(context) for context in hidden.numpy().view(np.uint64).tolist()]

@@ -29,10 +29,7 @@ from pageframe.runtime import model_runner
 
 @pytest.mark.parametrize(
     ("name", "limit", "check"),
-    [
-        pytest.param(*check, id=check[0], marks=[pytest.mark.long] if "padded" in check[0] else [])
-        for check in checks_model.MODEL_CHECKS
-    ],
+    [pytest.param(*check, id=check[0]) for check in checks_model.MODEL_CHECKS],
 )
 def test_what_is_around_attention_passes(
     name: str,
@@ -162,6 +159,28 @@ def test_the_fastest_setting_that_runs_is_taken_over_sets_beyond_the_caches(
     assert [row.value for row in rows] == ["tile 128, 4 warps, 2 stages"] * 2
     assert all("2 of 4 settings ran" in row.note and row.share == "25%" for row in rows)
     assert [entry["tile"] for entry in json.loads((tmp_path / "table.json").read_text())["entries"]] == [128, 128]
+
+
+@pytest.mark.parametrize("only_masked", [True, False])
+def test_a_setting_that_another_model_could_not_have_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, only_masked: bool
+) -> None:
+    """The fastest does not compile with a window, or with 16 query heads to a KV head."""
+    attend = Layer.attend
+
+    def refusing(layer: Layer, index: int, **options: Any) -> torch.Tensor:
+        chosen = settings("attend_splits", head_dim=16, cache_dtype=torch.bfloat16, group=2, device=layer.device)
+        group = layer.queries[0].shape[1] // layer.kv_cache.shape[2]
+        if chosen.tile == 16 and chosen.num_warps == 4 and ("window" in options if only_masked else group == 16):
+            raise OutOfResources(300_000, 232_448, "shared memory")
+        return attend(layer, index, **options)
+
+    monkeypatch.setattr(Layer, "attend", refusing)
+    _, rows = tune(tmp_path, monkeypatch, 0.25, 0.5)
+    assert rows[0].value == "tile 32, 4 warps, 2 stages"
+    entries = json.loads((tmp_path / "table.json").read_text())["entries"]
+    assert entries[0]["tile"] == 32
+    assert entries[1]["tile"] == 16, "the other kernel has all it needs"
 
 
 def test_a_shape_for_which_nothing_runs_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,6 +90,8 @@ def test_every_variant_compiles_for_every_target(tmp_path: Path, target: str) ->
         if "fp32" not in kernel["variant"]:
             assert kernel["product"] == products["gfx942" if target == "gfx942" else "sm_80"]
             assert kernel["wide_loads"] > 0
+    drawn = {kernel["variant"].rpartition(", vocabulary ")[2] for kernel in variants(kernels, "draw")}
+    assert "262,144" in drawn, "a large vocabulary's rows have more parts"
 
 
 def test_loads_of_ptx_are_counted_with_their_widths() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -12,17 +13,19 @@ from typing import Any
 
 import pytest
 import torch
+from fakes.engines import tiny_config
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from pageframe.benchmarks.gpu_parts.sizes import TOY
 from pageframe.kernels.triton import launches
 from pageframe.kernels.triton.backend import TritonBackend
+from pageframe.runtime.batch import Batch
 from pageframe.runtime.errors import MemoryPlanError, StartupError
 from pageframe.runtime.model_runner import ModelRunner
 from pageframe.runtime.models.decoder import Decoder
 from pageframe.runtime.sampler import Sampler
-from pageframe.runtime.warm_up import refused_at_start, run_every_kernel
+from pageframe.runtime.warm_up import refused_at_start, run_every_kernel, run_largest_step, warm_up
 
 PROGRAM = Path(__file__).with_name("triton_variants.py")
 ATTENTION = {"attend_splits", "merge_splits", "attend_prefill"}
@@ -55,7 +58,9 @@ def test_only_the_prefill_kernel_which_says_where_may_fuse_products_and_sums(var
     assert variants["fusing"] == ["attend_prefill_kernel"]
 
 
-def test_every_kernel_runs_and_no_block_is_written(device: torch.device) -> None:
+@pytest.fixture
+def runner(device: torch.device) -> ModelRunner:
+    """Its blocks hold NaN."""
     decoder = Decoder.random(
         next(iter(TOY.models.values())),
         storage_dtype=torch.float32,
@@ -74,9 +79,56 @@ def test_every_kernel_runs_and_no_block_is_written(device: torch.device) -> None
         device=device,
     )
     runner.fill_blocks(range(3), float("nan"))
+    return runner
+
+
+def test_every_kernel_runs_and_no_block_is_written(runner: ModelRunner) -> None:
     before = Counter(launches)
     run_every_kernel(runner, Sampler(runner.logits, runner.arg_max, on_device=True), 2)
     assert set(launches - before) == ATTENTION | LAYERS | SAMPLING
+    _check_no_block_is_written(runner)
+
+
+def test_the_largest_step_is_run_and_no_block_is_written(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[tuple[int, int, int]] = []
+    drawn: list[int] = []
+    forward = runner.forward
+
+    def watched(batch: Batch) -> torch.Tensor:
+        sizes.append((len(batch.token_ids), len(batch.rows), len(batch.wanted)))
+        return forward(batch)
+
+    def logits(hidden: torch.Tensor) -> torch.Tensor:
+        drawn.append(len(hidden))
+        return runner.logits(hidden)
+
+    monkeypatch.setattr(runner, "forward", watched)
+    run_largest_step(runner, Sampler(logits, on_device=True), num_tokens=9, num_requests=3)
+    run_largest_step(runner, Sampler(logits, on_device=True), num_tokens=5, num_requests=1)
+    assert sizes == [(9, 3, 3), (5, 1, 1)]
+    assert drawn == [3, 1]
+    _check_no_block_is_written(runner)
+
+
+@pytest.mark.parametrize("of_gpu", [True, False])
+def test_only_a_gpu_is_warmed_up_its_largest_step_too(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, of_gpu: bool
+) -> None:
+    sizes: list[int] = []
+    forward = runner.forward
+
+    def watched(batch: Batch) -> torch.Tensor:
+        sizes.append(len(batch.token_ids))
+        return forward(batch)
+
+    monkeypatch.setattr(runner, "forward", watched)
+    resolved = tiny_config(max_num_requests=2, max_num_batched_tokens=11)
+    sampler = Sampler(runner.logits, runner.arg_max, on_device=True)
+    warm_up(runner, sampler, dataclasses.replace(resolved, device="cuda" if of_gpu else "cpu"))
+    assert (11 in sizes) == bool(sizes) == of_gpu
+
+
+def _check_no_block_is_written(runner: ModelRunner) -> None:
     for block_id in range(3):
         assert all(part.isnan().all() for part in runner.read_block(0, block_id))
 

@@ -19,6 +19,7 @@ from fakes.tape import Tape
 from pageframe.kernels.attention import AttentionPlan, StepBatch, UnsupportedError
 from pageframe.kernels.reference import ReferenceBackend
 from pageframe.runtime import model_runner
+from pageframe.runtime.config import LIMITS
 from pageframe.runtime.cuda_graphs import BUCKETS, DecodeRows, bucket_of, buckets_for
 from pageframe.runtime.engine import Engine
 from pageframe.runtime.model_runner import ModelRunner
@@ -140,7 +141,7 @@ def plain(decoder: Decoder) -> Plain:
 
 def test_buckets_are_dense_where_batches_are_small() -> None:
     assert BUCKETS[:7] == (1, 2, 4, 8, 16, 24, 32)
-    assert BUCKETS[-1] == 256
+    assert list(BUCKETS) == sorted(set(BUCKETS))
 
 
 @pytest.mark.parametrize(
@@ -151,13 +152,16 @@ def test_the_last_bucket_holds_the_largest_batch(most: int, sizes: tuple[int, ..
     assert bucket_of(most, sizes) == sizes[-1]
 
 
-def test_beyond_the_largest_bucket_there_is_no_graph() -> None:
-    assert buckets_for(1000) == BUCKETS
+def test_every_batch_that_may_come_has_a_graph_and_large_ones_share_few() -> None:
+    assert buckets_for(1000)[-8:] == (320, 384, 448, 512, 640, 768, 896, 1024)
+    assert buckets_for(300)[-2:] == (256, 320)
+    assert buckets_for(LIMITS["max_num_requests"][1]) == BUCKETS
+    assert len(BUCKETS) < 70
 
 
 def test_a_batch_takes_the_smallest_bucket_that_holds_it() -> None:
-    taken = {count: bucket_of(count, BUCKETS) for count in (1, 2, 3, 4, 5, 8, 9, 17, 249, 256)}
-    assert taken == {1: 1, 2: 2, 3: 4, 4: 4, 5: 8, 8: 8, 9: 16, 17: 24, 249: 256, 256: 256}
+    taken = {count: bucket_of(count, BUCKETS) for count in (1, 2, 3, 4, 5, 8, 9, 17, 249, 256, 257)}
+    assert taken == {1: 1, 2: 2, 3: 4, 4: 4, 5: 8, 8: 8, 9: 16, 17: 24, 249: 256, 256: 256, 257: 320}
 
 
 def test_padding_has_no_context() -> None:

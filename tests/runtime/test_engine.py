@@ -14,6 +14,7 @@ from fakes.engines import VirtualClock, tiny_config
 from fakes.simulation import Simulation
 
 from pageframe.runtime.engine import Engine
+from pageframe.runtime.errors import EngineDeadError
 from pageframe.runtime.request import RequestOutput, RequestStatus, SamplingParams
 
 
@@ -280,6 +281,18 @@ def test_one_failed_forward_ends_its_own_requests_and_no_others(start: Callable[
     add(simulation, 7, 7)
     simulation.drain()
     assert simulation.counts["ended by length"] == len(waiting) + 1
+
+
+def test_a_failed_step_on_a_lost_device_is_the_last() -> None:
+    """Each later one would fail the same way, while all looks well."""
+    simulation = Simulation()
+    add(simulation, 7, 7)
+    model = simulation.engine.runner
+    assert isinstance(model, ChainHashModel)
+    model.device_is_lost, model.fail_next = True, "before"
+    with pytest.raises(EngineDeadError, match=r"^the device no longer works: .*the device is lost"):
+        simulation.engine.step()
+    assert simulation.engine.scheduler.allocator.num_used == 0
 
 
 def test_a_running_request_without_tokens_in_the_failed_step_goes_on() -> None:

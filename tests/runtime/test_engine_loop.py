@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import msgspec
+import pytest
 import zmq
 from fakes.chain_hash import ChainHashModel
 from fakes.engines import tiny_config
 
-from pageframe.runtime import messages
+from pageframe.runtime import engine_process, messages
+from pageframe.runtime.config import EngineConfig
 from pageframe.runtime.engine import Engine
 from pageframe.runtime.engine_process import MAX_ANSWERS_PER_STEP, EngineLoop
 from pageframe.runtime.request import SamplingParams
@@ -173,3 +176,32 @@ def test_an_abort_is_told_by_the_gauges_even_when_idle() -> None:
             if step.stats.num_running == 0:
                 break
         assert step.stats.blocks_used == 0
+
+
+def test_a_process_whose_device_is_lost_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it runs here, but for the device: nothing is left to those who wait than that it has ended."""
+    engine = make_engine()
+    assert isinstance(engine.runner, ChainHashModel)
+    engine.runner.device_is_lost, engine.runner.fail_next = True, "before"
+    context = zmq.Context()
+    ours, theirs = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+    ours.bind("inproc://process")
+    theirs.connect("inproc://process")
+    addresses: queue.SimpleQueue[str] = queue.SimpleQueue()
+    addresses.put("")
+    monkeypatch.setattr(engine_process, "_follow_parent", lambda: addresses)
+    monkeypatch.setattr(engine_process, "_connect", lambda address: theirs)
+    monkeypatch.setattr(engine_process, "_start", lambda config, socket: engine)
+    monkeypatch.setattr(engine_process.signal, "signal", lambda *settings: None)
+    monkeypatch.setattr(engine_process, "without_collections", nullcontext)
+    peer = Peer(ours)
+    peer.send(b"start", messages.Start(EngineConfig()))
+    peer.add("a")
+    assert engine_process.main("INFO") == 1
+    kinds = []
+    while ours.poll(0, zmq.POLLIN):
+        kinds.append(peer.receive()[0])
+    assert kinds == [b"ready"]
+    assert theirs.closed
+    ours.close(linger=0)
+    context.term()

@@ -8,11 +8,12 @@ import pytest
 from fakes.engines import tiny_model
 
 from pageframe.api.flags import add_flags, read_flags
-from pageframe.runtime.config import EngineConfig
+from pageframe.runtime.config import EngineConfig, ModelConfig
 from pageframe.runtime.errors import ConfigError, MemoryPlanError
 from pageframe.runtime.memory_plan import (
     GIB,
     POOL_SHARE,
+    activation_bytes,
     format_bytes,
     free_memory,
     kv_bytes_per_token,
@@ -87,6 +88,8 @@ def plan(
     available: int = GIB,
     cap: int | None = None,
     enough: int = 10**9,
+    share: float = POOL_SHARE,
+    reserve: int = 0,
 ) -> int:
     return plan_num_blocks(
         bytes_per_block=bytes_per_block,
@@ -95,6 +98,8 @@ def plan(
         available=available,
         cap=cap,
         enough=enough,
+        share=share,
+        reserve=reserve,
     )
 
 
@@ -105,6 +110,39 @@ def test_unasked_the_pool_takes_its_share_up_to_the_cap_and_never_more_than_enou
     assert plan(cap=10 * GIB) == share
     assert plan(enough=7) == 7
     assert plan(bytes_per_block=3 * MIB, cap=100 * MIB) == 33
+
+
+def test_a_reserve_is_left_where_the_share_leaves_less() -> None:
+    assert plan(share=0.75) == plan(share=0.75, reserve=256 * MIB) == 768
+    assert plan(share=0.75, reserve=257 * MIB) == 767
+    assert plan(num_blocks=900, reserve=512 * MIB) == plan(kv_memory=900 * MIB, reserve=512 * MIB) == 900
+    with pytest.raises(MemoryPlanError, match=r"1\.00 GiB free, 0 B of it for the cache"):
+        plan(reserve=2 * GIB)
+
+
+def test_a_step_has_more_tokens_on_a_gpu_unless_said_and_one_for_each_request() -> None:
+    budgets = [EngineConfig().token_budget(device) for device in ("cpu", "cuda")]
+    assert budgets == [512, 8192]
+    assert [EngineConfig(max_num_requests=1000).token_budget(device) for device in ("cpu", "cuda")] == [1000, 8192]
+    assert [EngineConfig(max_num_batched_tokens=300).token_budget(device) for device in ("cpu", "cuda")] == [300, 300]
+    with pytest.raises(
+        ConfigError, match=r"^max_num_batched_tokens is 255; it must be at least max_num_requests \(256\)"
+    ):
+        EngineConfig(max_num_batched_tokens=255)
+
+
+def test_what_a_step_has_beside_weights_and_pool() -> None:
+    model = tiny_model(vocab_size=100, hidden_size=8, intermediate_size=16, num_heads=1, num_kv_heads=1, head_dim=4)
+
+    def of(model: ModelConfig) -> int:
+        return activation_bytes(model, num_tokens=10, num_rows=3, number_bytes=2)
+
+    # Of a token 4 * 8 numbers and those of the MLP, 3 * 16; of a drawn row 100 numbers of the product and 3 of float32.
+    logits = 3 * 100 * (2 + 3 * 4)
+    assert of(model) == 10 * 2 * (32 + 48) + logits
+    assert of(model.replace(gated_mlp=False)) == 10 * 2 * (32 + 32) + logits
+    # Attention has more: 3 * 4 of q and the result, 2 * 4 of k and v.
+    assert of(model.replace(intermediate_size=1)) == 10 * 2 * (32 + 20) + logits
 
 
 def test_what_the_user_asks_for_is_given_whole() -> None:

@@ -43,7 +43,7 @@ def make_runner(**changes: Any) -> None:
         device=CPU,
         seed=0,
     )
-    engine_builder._runner(decoder, dataclasses.replace(tiny_config(num_blocks=100), **changes), ARITHMETIC)
+    engine_builder._ready_model(decoder, dataclasses.replace(tiny_config(num_blocks=100), **changes), ARITHMETIC)
 
 
 def test_for_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,6 +58,13 @@ def test_for_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
         make_runner()
     with pytest.raises(MemoryPlanError, match=pool.format(r", host memory for 8 more 2\.0 KiB")):
         make_runner(host_slots=8)
+
+
+@pytest.mark.parametrize("error", [OUT_OF_MEMORY, RuntimeError("CUDA error: out of memory")], ids=["torch", "driver"])
+def test_for_the_steps_beside_it(monkeypatch: pytest.MonkeyPatch, error: RuntimeError) -> None:
+    monkeypatch.setattr(engine_builder, "warm_up", fail_with(error))
+    with pytest.raises(MemoryPlanError, match=r"^the KV pool of 100 blocks takes 25\.0 KiB; 3\.0 MiB .* out of memory"):
+        make_runner()
 
 
 def test_a_host_that_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,3 +91,15 @@ def test_for_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_builder, "load_decoder", fail_with(ModelError("a tensor is missing")))
     with pytest.raises(ModelError, match=r"^a tensor is missing$"):
         engine_builder._load(config, source, model, ARITHMETIC, None)
+
+
+def test_a_gpus_pool_leaves_room_for_the_largest_step() -> None:
+    gpu = dataclasses.replace(ARITHMETIC, device=torch.device("cuda"))
+    model = tiny_model(vocab_size=8, max_position=2**20)
+    config = EngineConfig(dtype="float32", max_num_requests=4)
+    # A block takes 1 KiB. A token's activations take 4 * (4 * 4 + 5 * 4) bytes: of 8192 tokens, over a third of all.
+    reserve = 8192 * 144 + 4 * 8 * 16
+    assert engine_builder._size_pool(config, model, gpu).num_blocks == (3 * 2**20 - reserve) // 1024
+    small = dataclasses.replace(config, max_num_batched_tokens=4)
+    assert engine_builder._size_pool(small, model, gpu).num_blocks == int(3 * 1024 * 0.85)
+    assert engine_builder._size_pool(small, model, ARITHMETIC).num_blocks == 3 * 1024 // 2
