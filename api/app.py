@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 from pageframe.api import inspect, routes
 from pageframe.api.chat import chat_completions
 from pageframe.api.completions import completions
-from pageframe.api.dashboard_files import dashboard, dashboard_file
+from pageframe.api.dashboard_files import dashboard, dashboard_file, home
 from pageframe.api.errors import ApiError, internal_error, to_api_error
 from pageframe.api.middleware import HostCheck, KeyCheck, RequestIds, check_admin
 from pageframe.api.openapi import description, request_body
@@ -53,6 +53,7 @@ ADMIN_ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/inspect/prefixes", inspect.inspect_prefixes),
     ("GET", "/inspect/events", inspect.inspect_events),
     ("GET", "/inspect/live", inspect.inspect_live),
+    ("GET", "/", home),
     ("GET", "/dashboard", dashboard),
     ("GET", "/dashboard/{name:path}", dashboard_file),
 )
@@ -77,6 +78,8 @@ def create_app(state: ServerState) -> ASGIApp:
     app.openapi = lambda: description(app, state.service)  # type: ignore[method-assign]
     for method, path, handler in ROUTES:
         _add_route(app, method, path, handler, state)
+    # For those who look whether it lives; the server leaves the body out.
+    _add_route(app, "HEAD", "/health", routes.health, state, is_described=False)
     for method, path, handler in ADMIN_ROUTES:
         _add_route(app, method, path, _for_admin(handler), state)
     app.add_exception_handler(PageframeError, _on_known_error)
@@ -86,13 +89,21 @@ def create_app(state: ServerState) -> ASGIApp:
     return RequestIds(HostCheck(KeyCheck(app, state.access), state.config.host))
 
 
-def _add_route(app: FastAPI, method: str, path: str, handler: Handler, state: ServerState) -> None:
+def _add_route(
+    app: FastAPI, method: str, path: str, handler: Handler, state: ServerState, *, is_described: bool = True
+) -> None:
     async def endpoint(request: Request) -> Response:
         return await handler(state, request)
 
     extra = {"requestBody": request_body(path, BODIES[path])} if path in BODIES else None
     app.add_api_route(
-        path, endpoint, methods=[method], name=handler.__name__, description=handler.__doc__, openapi_extra=extra
+        path,
+        endpoint,
+        methods=[method],
+        name=handler.__name__,
+        description=handler.__doc__,
+        openapi_extra=extra,
+        include_in_schema=is_described,
     )
 
 

@@ -156,7 +156,7 @@ def scan_requests(path: Path) -> Scan:
         ConfigError: it cannot be read or is no file, has no line, or has a custom_id twice.
     """
     if not path.is_file():
-        raise ConfigError(f"{path} is no file")
+        raise ConfigError(f"{path} is no {'regular file' if path.exists() else 'file'}")
     scan, places = Scan(), dict[str, int]()
     with open_file(path, "rb") as file:
         for line in read_requests(file):

@@ -75,9 +75,11 @@ def open_results(path: Path, requests: Scan) -> Iterator[ResultFile]:
     """Opens the file for one run alone, makes it where it is not there, and cuts off a line that was not written whole.
 
     Raises:
-        ConfigError: it cannot be written, another run writes it, or it holds something else than results of these
-            requests.
+        ConfigError: it is no regular file, cannot be written or is being written by another run, or it holds something
+            else than results of these requests.
     """
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path} is no regular file, so an earlier run's results could not be found in it")
     with open_file(path, "ab", buffering=0) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -71,9 +71,17 @@ class BodyReader:
 
         Raises:
             InvalidRequestError: the content type is not application/json, or as `parse_object`.
-            ApiError: 408, the body comes too slowly; 413, it is larger than `max_bytes`; 429, it is large and too much
-                is held already.
+            ApiError: 408, the body comes too slowly; 413, it is larger than `max_bytes`; 415, it is compressed; 429, it
+                is large and too much is held already.
         """
+        encoding = request.headers.get("content-encoding", "identity")
+        if encoding.strip().lower() not in ("", "identity"):
+            raise ApiError(
+                415,
+                f"the content-encoding header is {encoding[:100]!r}; bodies are taken as they are (identity)",
+                param="content-encoding",
+                code="unsupported_encoding",
+            )
         content_type = request.headers.get("content-type", "")
         if content_type.partition(";")[0].strip().lower() != JSON_TYPE:
             shown = repr(content_type[:100]) if content_type else "missing"

@@ -163,7 +163,7 @@ _GENERATION: dict[str, Schema] = {
     ),
     "allowed_token_ids": _or_null(_IDS),
     "stop_token_ids": _or_null({**_IDS, "maxItems": MAX_STOP_IDS}),
-    "stop": _or_null(_STOP, {"type": "array", "maxItems": MAX_STOP_STRINGS, "items": _STOP}),
+    "stop": _or_null(_const(""), _STOP, {"type": "array", "maxItems": MAX_STOP_STRINGS, "items": _STOP}),
     "response_format": _RESPONSE_FORMAT,
     "structured_outputs": _STRUCTURED_OUTPUTS,
     "request_id": _or_null({"type": "string", "pattern": f"^{REQUEST_ID.pattern}$"}),
@@ -206,9 +206,12 @@ _NO_TOOLS: Schema = {"type": ["array", "null"], "maxItems": 0}
 _SOME_TOOLS: Schema = {"type": "array", "minItems": 1}
 _ANY_TEXT = _if_there("response_format", {"enum": [None, {"type": "text"}]})
 _ANY_OUTPUT = _if_there("structured_outputs", _NULL)
+#: Beside a grammar.
+_GRAMMARS_END = (("min_tokens", {"enum": [0, None]}), ("ignore_eos", {"enum": [False, None]}))
 _GENERATION_RULES = [
-    _any_of(_if_there("stream_options", _NULL), _has("stream", {"const": True})),
+    _any_of(_if_there("stream_options", {"enum": [None, {}]}), _has("stream", {"const": True})),
     _any_of(_ANY_OUTPUT, _ANY_TEXT),
+    _any_of({"allOf": [_ANY_OUTPUT, _ANY_TEXT]}, {"allOf": [_if_there(*pair) for pair in _GRAMMARS_END]}),
 ]
 #: What the fields of a body ask of one another; where it is seldom broken, it is left to the checks: who makes requests
 #: of a schema takes the product of all these alternatives.

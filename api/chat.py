@@ -58,13 +58,16 @@ class ChatAnswer(Answer):
     ) -> None:
         super().__init__(job, response_id, model_name, tokenizer)
         self._parsers = None if tools is None else [tools.parser() for _ in range(job.num_choices)]
+        #: The grammar leaves no other text, so what is no call is the rest of one that was cut off.
+        self._calls_only = tools is not None and tools.choice.mode == "required"
 
     def message(self, piece: Piece) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": piece.text, "refusal": None}
         if self._parsers is not None:
             delta = self._parsers[piece.index].push(piece.text, final=True)
             calls = join_tool_calls(delta.tool_calls)
-            message["content"] = delta.content or (None if calls else "")
+            content = "" if self._calls_only else delta.content
+            message["content"] = content or (None if calls else "")
             if calls:
                 message["tool_calls"] = calls
         return {"message": message}
@@ -74,7 +77,7 @@ class ChatAnswer(Answer):
         calls: list[dict[str, Any]] = []
         if self._parsers is not None:
             delta = self._parsers[piece.index].push(piece.text, final=piece.finish_reason is not None)
-            content, calls = delta.content, delta.tool_calls
+            content, calls = "" if self._calls_only else delta.content, delta.tool_calls
         fields: list[dict[str, Any]] = [{"delta": {"content": content}}] if content else []
         # A call at a time: clients that read only the first of a chunk's calls are common.
         return fields + [{"delta": {"tool_calls": [call]}} for call in calls]
@@ -110,6 +113,7 @@ def _job(service: Service, content: dict[str, Any]) -> tuple[Job, ToolUse | None
         logprobs=_num_logprobs(body),
         prompt_logprobs=body.prompt_logprobs,
         grammar=grammar,
+        grammar_field=grammar_field,
     )
     stream = stream_fields(body)
     kwargs: dict[str, Any] = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}

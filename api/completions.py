@@ -110,6 +110,7 @@ def _job(service: Service, content: dict[str, Any]) -> tuple[Job, list[str] | No
         logprobs=body.logprobs,
         prompt_logprobs=max((number for number in told if number is not None), default=None),
         grammar=grammar,
+        grammar_field=grammar_field,
     )
     stream = stream_fields(body)
     check_num_choices(len(body.prompt), params.n)

@@ -13,7 +13,7 @@ from importlib.resources.abc import Traversable
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 
 from pageframe.api.service import ServerState
 
@@ -50,7 +50,12 @@ async def dashboard(state: ServerState, request: Request) -> Response:
 
 async def dashboard_file(state: ServerState, request: Request) -> Response:
     """A file of the dashboard."""
-    return _answer(request, request.path_params["name"])
+    return _answer(request, request.path_params["name"] or "index.html")
+
+
+async def home(state: ServerState, request: Request) -> Response:
+    """Whoever opens the server in a browser is shown the dashboard."""
+    return RedirectResponse("/dashboard")
 
 
 def _answer(request: Request, name: str) -> Response:

@@ -17,6 +17,7 @@ from pageframe.runtime.errors import (
     InvalidRequestError,
     PageframeError,
     RequestNotFoundError,
+    TooManyWaitError,
 )
 
 RETRY_AFTER_SECONDS = 5
@@ -93,6 +94,8 @@ def to_api_error(error: PageframeError) -> ApiError:
         return ApiError(400, error.message, param=error.param, code=error.code)
     if isinstance(error, RequestNotFoundError):
         return ApiError(404, str(error), code="request_not_found")
+    if isinstance(error, TooManyWaitError):
+        return queue_full(str(error))
     if isinstance(error, EngineDeadError):
         return internal_error("the engine ended while it served this request")
     return internal_error()

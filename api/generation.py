@@ -313,13 +313,9 @@ async def _pass_on(source: OutputQueue, target: OutputQueue) -> None:
 
 def _rename(error: InvalidRequestError, names: Mapping[str, str]) -> InvalidRequestError:
     """The same error in the client's words."""
-    name = error.param
-    if name is None or name not in names:
-        return error
-    message = error.message
-    if message.startswith(f"{name} "):
-        message = names[name] + message[len(name) :]
-    return InvalidRequestError(message, param=names[name], code=error.code)
+    first, space, rest = error.message.partition(" ")
+    param = None if error.param is None else names.get(error.param, error.param)
+    return InvalidRequestError(names.get(first, first) + space + rest, param=param, code=error.code)
 
 
 def _too_late(params: SamplingParams) -> ApiError:

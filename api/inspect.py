@@ -37,9 +37,10 @@ async def inspect_request(state: ServerState, request: Request) -> Response:
 
 
 async def cancel_request(state: ServerState, request: Request) -> Response:
-    """Ends a live request now; its client gets what there is, with the finish_reason "cancelled"."""
-    request_id = request.path_params["request_id"]
-    if not state.ready().client.cancel(request_id):
+    """Ends a live request now, or one of its choices; its client gets what there is, with finish_reason "cancelled"."""
+    client, request_id = state.ready().client, request.path_params["request_id"]
+    choices = [choice_id for choice_id in client.choices_of(request_id) if client.cancel(choice_id)]
+    if not choices:
         raise RequestNotFoundError(request_id[:200])
     return json_response({"id": request_id, "cancelled": True})
 

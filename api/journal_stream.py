@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from pageframe.api.encoding import encode_json
+from pageframe.api.encoding import encode_json, on_one_line
 from pageframe.runtime.engine_client import EngineClient
 from pageframe.runtime.errors import PageframeError
 
@@ -23,14 +23,17 @@ KEEP_ALIVE = b": nothing new\n\n"
 
 async def journal_events(client: EngineClient, since: int) -> AsyncGenerator[bytes, None]:
     """Events from number `since` on as server-sent events, until the engine ends. Where some are held no more, an
-    event "gap" says which: {"from", "to"}, both included."""
+    event "gap" says which: {"from", "to"}, both included. Where this engine has not come so far, it is another one than
+    before, and an event "restart" says from which number on it is told: {"first"}."""
     quiet = 0.0
     while True:
         try:
             answer = await _next(client, since)
         except PageframeError:
             return  # the engine is dead; /health and every new request say so
-        if answer["first"] > since:
+        if answer["first"] < since:
+            yield b"event: restart\ndata: " + encode_json({"first": answer["first"]}) + b"\n\n"
+        elif answer["first"] > since:
             yield b"event: gap\ndata: " + encode_json({"from": since, "to": answer["first"] - 1}) + b"\n\n"
         since = answer["next"]
         if answer["events"]:
@@ -62,4 +65,4 @@ async def _next(client: EngineClient, since: int) -> dict[str, Any]:
 
 
 def _sse(event: dict[str, Any]) -> bytes:
-    return b"id: %d\nevent: %s\ndata: %s\n\n" % (event["id"], event["kind"].encode(), encode_json(event))
+    return b"id: %d\nevent: %s\ndata: %s\n\n" % (event["id"], event["kind"].encode(), on_one_line(encode_json(event)))

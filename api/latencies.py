@@ -17,7 +17,7 @@ FRESH_SECONDS = 1.0
 
 
 class RecentTimes:
-    """The times of one kind that were seen in the last minute."""
+    """The times of one kind that were seen in the last minute, the newest MAX_KEPT of them."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -10,7 +10,9 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
-from pageframe.api.encoding import encode_json
+import msgspec
+
+from pageframe.api.encoding import encode_json, on_one_line
 from pageframe.api.errors import ApiError
 from pageframe.runtime.engine_client import EngineClient
 from pageframe.runtime.errors import PageframeError
@@ -21,6 +23,9 @@ FRAME_SECONDS = 0.08
 QUIET_SECONDS = 5.0
 MAX_WATCHERS = 64
 MAX_FRAMES_BEHIND = 32
+
+#: What the engine answers: two frames, not looked into.
+_decoder = msgspec.json.Decoder(tuple[msgspec.Raw, msgspec.Raw])
 
 KEEP_ALIVE = b": nothing new\n\n"
 RETRY = b"retry: 1000\n\n"
@@ -82,12 +87,13 @@ class LiveFeed:
         """Ask for frames as long as anybody watches."""
         try:
             loop = asyncio.get_running_loop()
+            is_first = True
             while self._watchers:
                 asked_at = loop.time()
-                full = any(watcher.needs_full for watcher in self._watchers)
-                body = await self._client.inspect("frame", "full" if full else "")
-                if body != b"null":
-                    self._hand_out(body, full)
+                newcomers = [watcher for watcher in self._watchers if watcher.needs_full]
+                who = "start" if is_first else "join" if newcomers else ""
+                is_first = False
+                self._hand_out(newcomers, *_decoder.decode(await self._client.inspect("frame", who)))
                 await asyncio.sleep(max(0.0, asked_at + FRAME_SECONDS - loop.time()))
         except PageframeError:
             pass  # /health says that the engine is dead, or its log what failed
@@ -96,17 +102,25 @@ class LiveFeed:
             for watcher in self._watchers:
                 watcher.frames.put_nowait(_END)
 
-    def _hand_out(self, body: bytes, full: bool) -> None:
-        event = b'event: frame\ndata: {"latency":' + encode_json(self._latencies()) + b"," + body[1:] + b"\n\n"
-        for watcher in list(self._watchers):
-            if watcher.needs_full and not full:
-                continue
+    def _hand_out(self, newcomers: list[_Watcher], changes: msgspec.Raw, whole: msgspec.Raw) -> None:
+        """The changes to those who have seen the frame before, the whole to those who have seen none."""
+        for watcher in newcomers:
             watcher.needs_full = False
+            watcher.frames.put_nowait(self._event(whole))
+        if bytes(changes) == b"null":
+            return
+        event = self._event(changes)
+        # Whoever has come while the engine was asked waits for the next whole frame.
+        for watcher in [other for other in self._watchers if not other.needs_full and other not in newcomers]:
             if watcher.frames.qsize() < MAX_FRAMES_BEHIND:
                 watcher.frames.put_nowait(event)
             else:
                 self._watchers.discard(watcher)
                 _tell_of_gap(watcher)
+
+    def _event(self, frame: msgspec.Raw) -> bytes:
+        latency = b'event: frame\ndata: {"latency":' + encode_json(self._latencies()) + b","
+        return latency + on_one_line(bytes(frame)[1:]) + b"\n\n"
 
 
 def _tell_of_gap(watcher: _Watcher) -> None:

@@ -4,6 +4,7 @@ come about.
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from typing import Any
 
@@ -72,7 +73,7 @@ class CompletionLogprobs:
     def __init__(self, tokenizer: Tokenizer, *, skips_special: bool) -> None:
         self._tokenizer = tokenizer
         self._skips_special = skips_special
-        self._offset = 0
+        self._characters = _Characters()
 
     def of_prompt(
         self, token_ids: Sequence[int], positions: Sequence[TokenLogprobs], text: str, num_top: int
@@ -83,19 +84,16 @@ class CompletionLogprobs:
             positions: of all tokens but the first, each with at least `num_top` of the likeliest.
             text: what is echoed. Tokens may have more characters, of a start mark or a first space; those come first.
         """
-        lengths = [_num_characters(self._tokenizer.token_bytes(token_id)) for token_id in token_ids]
-        offset = len(text) - sum(lengths)
-        offsets = []
-        for length in lengths:
-            offsets.append(max(0, offset))
-            offset += length
-        self._offset = len(text)
+        characters = _Characters()
+        begins = [characters.take(self._tokenizer.token_bytes(token_id)) for token_id in token_ids]
+        num_more = characters.end() - len(text)
+        self._characters = _Characters(len(text))
         own = list(zip(token_ids[1:], positions, strict=True))
         return {
             "tokens": [self._name(token_id) for token_id in token_ids],
             "token_logprobs": [None, *(max(position.logprob, LOWEST) for position in positions)],
             "top_logprobs": [None, *(self._top(token_id, position, num_top) for token_id, position in own)],
-            "text_offset": offsets,
+            "text_offset": [max(0, begin - num_more) for begin in begins],
         }
 
     def of(self, piece: Piece) -> dict[str, Any]:
@@ -103,11 +101,6 @@ class CompletionLogprobs:
 
         `top_logprobs` has the chosen token too, so one entry more where it is not among the likeliest.
         """
-        offsets = []
-        for token_id in piece.token_ids:
-            offsets.append(self._offset)
-            if not (self._skips_special and self._tokenizer.is_special(token_id)):
-                self._offset += _num_characters(self._tokenizer.token_bytes(token_id))
         return {
             "tokens": [self._name(token_id) for token_id in piece.token_ids],
             "token_logprobs": [max(position.logprob, LOWEST) for position in piece.logprobs],
@@ -115,8 +108,12 @@ class CompletionLogprobs:
                 self._top(token_id, position, len(position.top_ids))
                 for token_id, position in zip(piece.token_ids, piece.logprobs, strict=True)
             ],
-            "text_offset": offsets,
+            "text_offset": [self._characters.take(self._text_bytes(token_id)) for token_id in piece.token_ids],
         }
+
+    def _text_bytes(self, token_id: int) -> bytes:
+        is_skipped = self._skips_special and self._tokenizer.is_special(token_id)
+        return b"" if is_skipped else self._tokenizer.token_bytes(token_id)
 
     def _top(self, token_id: int, position: TokenLogprobs, num_top: int) -> dict[str, float]:
         top: dict[str, float] = {}
@@ -134,6 +131,35 @@ class CompletionLogprobs:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def _num_characters(data: bytes) -> int:
-    """Characters that begin in these bytes: every byte but UTF-8's continuation bytes begins one."""
-    return sum(byte & 0xC0 != 0x80 for byte in data)
+class _Characters:
+    """Where in a text its tokens begin, as they come; the text is their bytes with U+FFFD for what is no UTF-8.
+
+    Args:
+        num_before: characters in front of the first token.
+    """
+
+    def __init__(self, num_before: int = 0) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._num_characters = num_before
+
+    def take(self, data: bytes) -> int:
+        """Where the next token begins: its first own character, or the one that it goes on with."""
+        begun = self._decoder.getstate()[0]
+        # What was begun and is not gone on with is a character of its own, U+FFFD.
+        is_broken = bool(begun and data) and not _goes_on(begun + data[:1])
+        begin = self._num_characters + is_broken
+        self._num_characters += len(self._decoder.decode(data))
+        return begin
+
+    def end(self) -> int:
+        """The characters in all, when there are no more tokens."""
+        return self._num_characters + len(self._decoder.decode(b"", final=True))
+
+
+def _goes_on(data: bytes) -> bool:
+    """Whether these bytes are one character or the beginning of one."""
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return error.reason == "unexpected end of data"
+    return True

@@ -96,9 +96,12 @@ class Metrics:
         self._request_prompt.observe(num_prompt_tokens)
 
     def tokens(self, num_tokens: int, seconds: float | None) -> None:
-        """Output tokens of a choice came, so many seconds after the ones before; None for its first."""
+        """Output tokens of a choice came, so many seconds after the ones before; None for its first.
+
+        None at all where an end token ended it and is no part of it, since a stop string did before.
+        """
         self._generation_tokens.inc(num_tokens)
-        if seconds is not None:
+        if seconds is not None and num_tokens:
             self.latencies.between_tokens.add(seconds / num_tokens, num_tokens)
             for _ in range(num_tokens):
                 self._between_tokens.observe(seconds / num_tokens)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
+from pageframe.api.errors import shorten
 from pageframe.api.job import Job
 from pageframe.api.schemas import GenerationBody, TemplateFields
 from pageframe.api.service import Service
@@ -47,12 +48,18 @@ def sampling_params(
     logprobs: int | None,
     prompt_logprobs: int | None,
     grammar: GrammarSpec | None,
+    grammar_field: str,
 ) -> SamplingParams:
     """The body's parameters over the model's own defaults.
 
+    Args:
+        grammar_field: the name of the field that asks for the grammar.
+
     Raises:
-        InvalidRequestError: a value is out of range.
+        InvalidRequestError: a value is out of range, or asks to go on where a grammar ends.
     """
+    if grammar is not None:
+        _check_end(body, grammar_field)
     given = {name: value for name in _PARAMS if (value := getattr(body, name)) is not None}
     values: dict[str, Any] = {**service.sampling_defaults, **given}
     if values.get("top_k", 0) > service.vocab_size:
@@ -68,6 +75,18 @@ def sampling_params(
         grammar=grammar,
         **values,
     )
+
+
+def _check_end(body: GenerationBody, grammar_field: str) -> None:
+    """Raises: InvalidRequestError: the text is to go on though its grammar, whose end ends it, may not."""
+    for name, value in (("min_tokens", body.min_tokens), ("ignore_eos", body.ignore_eos)):
+        if value:
+            neutral = "0" if name == "min_tokens" else "false"
+            raise InvalidRequestError(
+                f"{name} is {shorten(value)}; beside {grammar_field} it must be {neutral}, since a text that follows a "
+                "grammar ends where the grammar does",
+                param=name,
+            )
 
 
 def _bad_words_ids(service: Service, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
@@ -217,10 +236,10 @@ def stream_fields(body: GenerationBody) -> dict[str, Any]:
     """The part of a Job that says how to answer.
 
     Raises:
-        InvalidRequestError: stream_options without stream.
+        InvalidRequestError: stream_options asks for something, but not stream.
     """
     options = body.stream_options
-    if options is not None and not body.stream:
+    if options is not None and (options.include_usage or options.continuous_usage_stats) and not body.stream:
         raise InvalidRequestError("stream_options is given, but stream is not true", param="stream_options")
     return {
         "stream": bool(body.stream),

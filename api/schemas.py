@@ -42,6 +42,15 @@ _ID_KEY = re.compile(r"0|-?[1-9][0-9]{0,18}")
 
 #: Fields that are not built: null is always accepted, else only these values, which ask for nothing.
 COMPLETION_NOT_BUILT: dict[str, tuple[object, ...]] = {"suffix": ("",), "best_of": (1,)}
+CHAT_NOT_BUILT: dict[str, tuple[object, ...]] = {
+    "audio": (),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "prediction": (),
+    "prompt_cache_retention": ("in-memory", "in_memory"),
+    "web_search_options": (),
+}
 #: Accepted with any value and left unread: they steer a provider's bookkeeping, not the answer.
 IGNORED = frozenset({"metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier", "verbosity"})
 
@@ -66,7 +75,7 @@ BodyT = TypeVar("BodyT", bound="Body")
 
 
 def _check_stop(value: object) -> tuple[str, ...]:
-    strings = [] if value is None else [value] if isinstance(value, str) else value
+    strings = [] if value is None or value == "" else [value] if isinstance(value, str) else value
     if not isinstance(strings, list) or not all(isinstance(text, str) for text in strings):
         raise wrong("stop", value, "must be a string or a list of strings")
     return tuple(strings)
@@ -254,6 +263,8 @@ class TemplateFields(BaseModel):
 
 
 class ChatBody(GenerationBody, TemplateFields):
+    not_built: ClassVar[dict[str, tuple[object, ...]]] = CHAT_NOT_BUILT
+
     messages: Annotated[list[dict[str, Any]], BeforeValidator(check_messages)]
     max_completion_tokens: PositiveInt64 | None = None
     logprobs: bool | None = None

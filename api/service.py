@@ -137,9 +137,15 @@ class ServerState:
         num_waiting = max(0, client.num_outstanding - stats.num_running - stats.num_following)
         # What came since the last step waits too, but may all fit into the next one, up to as many as can run.
         is_too_much = client.num_outstanding + num_choices > max_running + max_queue
-        if is_too_much or (stats.num_waiting > 0 and num_waiting + 1 > max_queue):
+        if stats.num_waiting > 0 and num_waiting >= max_queue:
             service.metrics.refused()
-            raise queue_full(f"the queue is full: {num_waiting} requests wait, and max_queue is {max_queue}")
+            raise queue_full(f"the queue is full: {max_queue} requests wait, and max_queue is {max_queue}")
+        if is_too_much:
+            service.metrics.refused()
+            raise queue_full(
+                f"the queue has no room: {client.num_outstanding} requests run or wait and this one makes "
+                f"{num_choices} more, where {max_running} may run (max_num_requests) and {max_queue} wait (max_queue)"
+            )
 
     def enter(self) -> None:
         """A generation begins."""

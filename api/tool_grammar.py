@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from typing import Any
 
 from pageframe.api.tools import SpecialTokens, Tool, ToolStyle, ToolUse
+from pageframe.runtime.errors import InvalidRequestError
 from pageframe.runtime.grammar import GrammarSpec
+from pageframe.runtime.grammar_tools import ToolArguments, tool_calls_spec
 
 #: As Python's json.dumps writes, which is how templates show earlier calls.
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -40,7 +43,11 @@ def tool_grammar(use: ToolUse, tokenizer: SpecialTokens) -> GrammarSpec | None:
     """The grammar that the request's answers follow; None where any text will do.
 
     A call's name is one of the tools', and its arguments follow that tool's schema. What a schema says beyond what
-    llguidance can enforce is ignored for a tool that is not strict, and refused at compilation for one that is.
+    llguidance can enforce is ignored for a tool that is not strict, all of the schema where it cannot be compiled
+    otherwise; for one that is strict it is refused at compilation.
+
+    Raises:
+        InvalidRequestError: a schema is nested too deep.
     """
     is_free = use.choice.mode == "auto"
     if is_free and not any(tool.strict for tool in use.tools):
@@ -53,11 +60,16 @@ def tool_grammar(use: ToolUse, tokenizer: SpecialTokens) -> GrammarSpec | None:
     tools = use.callable_tools
     rules = _free_start(form, calls) if is_free else [f"start: {form.mark} {calls}"]
     rules.append("tool: " + " | ".join(f"tool_{index}" for index in range(len(tools))))
+    arguments = []
     for index, tool in enumerate(tools):
         name = form.name.replace("NAME", tool.name)
         rules.append(f"tool_{index}: {name} arguments_{index} {form.end}")
-        rules.append(f"arguments_{index}: %json {_schema(tool, is_enforced=tool.strict or not is_free)}")
-    return GrammarSpec("lark", "\n".join(rules))
+        path = f"tools[{use.tools.index(tool)}].function ({tool.name})"
+        arguments.append(_arguments(f"arguments_{index}", path, tool, is_enforced=tool.strict or not is_free))
+    try:
+        return tool_calls_spec(rules, arguments)
+    except RecursionError:
+        raise InvalidRequestError("tools has parameters that are nested too deep", param="tools") from None
 
 
 def _free_start(form: _Form, calls: str) -> list[str]:
@@ -93,10 +105,13 @@ def _mark(marker: str, tokenizer: SpecialTokens) -> str:
     return _quote(marker) if token_id is None or not tokenizer.is_special(token_id) else f"<[{token_id}]>"
 
 
-def _schema(tool: Tool, *, is_enforced: bool) -> str:
-    schema = {"type": "object", **tool.parameters} if is_enforced else {"type": "object"}
-    spacing = _SPACING if is_enforced else {"whitespace_flexible": True}
-    return json.dumps({**schema, "x-guidance": {**spacing, "lenient": not tool.strict}})
+def _arguments(rule: str, path: str, tool: Tool, *, is_enforced: bool) -> ToolArguments:
+    any_object = {"type": "object", "x-guidance": {"whitespace_flexible": True, "lenient": True}}
+    if not is_enforced:
+        return ToolArguments(rule, path, any_object, any_object)
+    options: dict[str, Any] = {**_SPACING, "lenient": not tool.strict}
+    schema = {"type": "object", **tool.parameters, "x-guidance": options}
+    return ToolArguments(rule, path, schema, None if tool.strict else any_object)
 
 
 def _quote(text: str) -> str:

@@ -24,7 +24,7 @@ from pageframe.runtime.config import ResolvedConfig
 from pageframe.runtime.errors import EngineDeadError
 from pageframe.runtime.grammar import CompiledGrammar
 from pageframe.runtime.grammar_service import GrammarService, no_compiler
-from pageframe.runtime.journal import Journal, StepEvent
+from pageframe.runtime.journal import FinishEvent, Journal, StepEvent
 from pageframe.runtime.philox import choice_seed
 from pageframe.runtime.prefix_cache import make_salt
 from pageframe.runtime.request import Request, RequestOutput, SamplingParams, TokenLogprobs, choice_ids
@@ -140,6 +140,7 @@ class Engine:
         self._arrivals = 0
         self._door = Door(resolved)
         self._evictions_told = 0
+        self._finishes_told = 0
         self._seeds = random.Random(seed)
 
     @property
@@ -265,6 +266,12 @@ class Engine:
         result = self._sampler.sample(hidden[: len(sampling)], sampling)
         return dataclasses.replace(result, prompt_logprobs=self._sampler.score(hidden[len(sampling) :], scored))
 
+    def _ended_since_last(self) -> tuple[str, ...]:
+        """Requests that ended since this was asked last, by whatever."""
+        events = self.journal.since(self._finishes_told)
+        self._finishes_told = self.journal.written
+        return tuple(dict.fromkeys(event.request_id for event in events if isinstance(event, FinishEvent)))
+
     def _record(self, plan: StepPlan, outputs: list[RequestOutput], started: float) -> None:
         """Keep what the step was, for inspection, and tell the journal."""
         scheduler, seconds = self.scheduler, self._clock() - started
@@ -289,7 +296,7 @@ class Engine:
                 started=started,
                 time_ms=seconds * 1e3,
                 preempted=plan.preempted,
-                finished=tuple(output.request_id for output in outputs if output.finish_reason),
+                finished=self._ended_since_last(),
                 blocks=blocks,
                 **shared,
             )

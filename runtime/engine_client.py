@@ -29,6 +29,7 @@ from pageframe.runtime.errors import (
     InvalidRequestError,
     RequestNotFoundError,
     StartupError,
+    TooManyWaitError,
 )
 from pageframe.runtime.inspection import EngineStats
 from pageframe.runtime.request import RequestOutput, SamplingParams, choice_ids
@@ -38,6 +39,8 @@ logger = logging.getLogger(__name__)
 #: A Unix socket's path may have at most 107 bytes.
 MAX_SOCKET_PATH = 100
 SHUTDOWN_SECONDS = 5.0
+#: Questions that may wait for an answer at once.
+MAX_CALLS = 256
 LAST_WORDS_SECONDS = 3.0
 
 
@@ -188,7 +191,7 @@ class EngineClient:
         if self.death_note:
             return
         self.death_note = note
-        self.stats = EngineStats(num_blocks=self.stats.num_blocks, step=self.stats.step)
+        self.stats = self.stats.at_the_end()
         for queue in set(self._queues.values()):
             queue.put(EngineDeadError(note))
         self._queues.clear()
@@ -244,6 +247,13 @@ class EngineClient:
         if self._queues.pop(choice_id, None) is not None and self.is_alive:
             self._send(b"abort", choice_id)
 
+    def choices_of(self, request_id: str) -> list[str]:
+        """The ids of what is under way of a request: its own, or those of its choices."""
+        if request_id in self._queues:
+            return [request_id]
+        prefix = f"{request_id}-"
+        return [other for other in self._queues if other.startswith(prefix) and other[len(prefix) :].isdigit()]
+
     def cancel(self, choice_id: str) -> bool:
         """End a choice for somebody who is not its client; that one gets a last output, its finish_reason "cancelled".
 
@@ -282,6 +292,8 @@ class EngineClient:
     async def _call(self, kind: bytes, make: Callable[[int], Any]) -> bytes:
         """Send a message that has an answer; `make` gets the number under which that will come."""
         self._check_alive()
+        if len(self._calls) >= MAX_CALLS:
+            raise TooManyWaitError(f"{MAX_CALLS} questions about the engine wait for an answer already")
         call = self._num_calls = self._num_calls + 1
         future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._calls[call] = future

@@ -130,13 +130,11 @@ class EngineLoop:
 
     def _answer_some(self) -> None:
         """Answer questions between two steps: a few, so that those asked together are answered of one step, but not for
-        long while requests wait for the next."""
+        long while requests wait for the next, or to be heard."""
         give_up_at = time.monotonic() + MAX_ANSWER_SECONDS
-        for _ in range(MAX_ANSWERS_PER_STEP if self._engine.has_work else len(self._questions)):
-            if not self._questions:
-                break
+        for _ in range(min(MAX_ANSWERS_PER_STEP, len(self._questions))):
             self._send(b"answer", self._answer(self._questions.popleft()))
-            if self._engine.has_work and time.monotonic() > give_up_at:
+            if time.monotonic() > give_up_at:
                 break
 
     def _handle(self, kind: bytes, body: Any) -> bool:
@@ -233,7 +231,7 @@ class EngineLoop:
     def _answer(self, question: messages.Question) -> messages.Answer:
         try:
             if question.what == "frame":
-                body: Any = self._frames.next(full=question.argument == "full")
+                body: Any = self._frames_for(question.argument)
             else:
                 body = inspect(self._engine, question.what, question.argument)
         except RequestNotFoundError as error:
@@ -245,6 +243,13 @@ class EngineLoop:
             logger.exception("the question about %s failed", question.what)
             return messages.Answer(question.call, failed=True)
         return messages.Answer(question.call, body=msgspec.json.encode(body))
+
+    def _frames_for(self, who: str) -> list[dict[str, Any] | None]:
+        """[the next frame, a whole one], None for what nobody needs. `who`: "start" where nobody has watched until now,
+        "join" where somebody new does too."""
+        if who == "start":
+            return [None, self._frames.start()]
+        return [self._frames.next(), self._frames.whole() if who == "join" else None]
 
     def _send(self, kind: bytes, body: Any) -> None:
         self._socket.send_multipart(messages.encode(kind, body))

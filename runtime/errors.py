@@ -35,7 +35,10 @@ class RequestNotFoundError(PageframeError):
     """No live request has this id."""
 
     def __init__(self, request_id: str) -> None:
-        super().__init__(f"no request with id {request_id!r} is waiting or running")
+        super().__init__(
+            f"no request with id {request_id!r} is known; where one has several choices, they are known as "
+            f"{request_id}-0, {request_id}-1 and so on"
+        )
         self.request_id = request_id
 
 

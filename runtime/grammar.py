@@ -31,6 +31,7 @@ GRAMMAR_KINDS = {
     "regex": "regular expression",
     "choice": "list of choices",
     "lark": "Lark grammar",
+    "tool_calls": "grammar of tool calls",
 }
 
 #: llguidance's options for JSON, where a schema does not set its own under "x-guidance"; a schema inside a Lark grammar
@@ -47,7 +48,7 @@ class GrammarSpec:
         kind: one of GRAMMAR_KINDS.
         source: "json_schema": the schema as JSON; "regex": an expression in the syntax of Rust's regex crate, which
             the whole text must match; "choice": a JSON list of texts; "lark": a grammar in llguidance's variant of
-            Lark; "json_object": empty.
+            Lark; "json_object": empty; "tool_calls": see grammar_tools.py.
     """
 
     kind: str

@@ -26,6 +26,8 @@ from pageframe.runtime.grammar import (
     GrammarSpec,
     one_line,
 )
+from pageframe.runtime.grammar_checks import lark_complaint, schema_complaint
+from pageframe.runtime.grammar_tools import read_tool_calls, usable_lark
 from pageframe.runtime.grammar_trial import GrammarTrial, TrialLimits, compile_grammar
 from pageframe.runtime.grammar_vocabulary import ModelTokens
 from pageframe.runtime.tokenizer import Tokenizer
@@ -185,20 +187,51 @@ class GrammarCompiler:
 
     def _compile(self, spec: GrammarSpec) -> CompiledGrammar:
         vocabulary = self._load_vocabulary()
+        grammar = self._tried_calls(spec) if spec.kind == "tool_calls" else self._tried(spec)
+        start, complaint = compile_grammar(vocabulary, grammar, self._limits.trial)
+        if complaint:
+            raise _unusable(spec, complaint)
+        return CompiledGrammar(start, frozenset(self._eos_token_ids), -(-self._vocab_size // 32))
+
+    def _tried(self, spec: GrammarSpec) -> str:
+        """The grammar as llguidance takes it, which a child process has compiled."""
+        complaint = _known_complaint(spec)
+        if complaint:
+            raise _unusable(spec, complaint)
         try:
             grammar = to_llguidance(spec)
         except (ValueError, RecursionError) as error:
             raise _RefusedError(f"has {_name(spec)} that is not valid: {one_line(str(error))}") from None
+        complaint = self._complaint(grammar)
+        if complaint:
+            raise _unusable(spec, complaint)
+        return grammar
+
+    def _tried_calls(self, spec: GrammarSpec) -> str:
+        """As `_tried`, without those schemas that can neither be followed nor must be."""
+        try:
+            rules, arguments = read_tool_calls(spec.source)
+            source, complaint = usable_lark(rules, arguments, self._any_complaint, seconds=self._limits.trial.seconds)
+        except (ValueError, RecursionError) as error:
+            raise _RefusedError(f"has {_name(spec)} that is not valid: {one_line(str(error))}") from None
+        if complaint:
+            raise _RefusedError(f"cannot be followed: {one_line(complaint)}")
+        return _lark(source)
+
+    def _any_complaint(self, spec: GrammarSpec) -> str:
+        """What is wrong with a grammar, whoever says so; "" for nothing."""
+        try:
+            return self._complaint(to_llguidance(spec))
+        except (ValueError, RecursionError) as error:
+            return str(error)
+
+    def _complaint(self, grammar: str) -> str:
+        """What is wrong with a grammar, as a child process finds; "" for nothing."""
         trial = self._trials.get()
         try:
-            complaint = trial.complaint(grammar)
+            return trial.complaint(grammar)
         finally:
             self._trials.put(trial)
-        if not complaint:
-            start, complaint = compile_grammar(vocabulary, grammar, self._limits.trial)
-        if complaint:
-            raise _RefusedError(f"has {_name(spec)} that cannot be used: {one_line(complaint)}")
-        return CompiledGrammar(start, frozenset(self._eos_token_ids), -(-self._vocab_size // 32))
 
     def _load_vocabulary(self) -> LLTokenizer:
         with self._vocabulary_lock:
@@ -252,6 +285,17 @@ def _choices(source: str) -> list[str]:
         if not isinstance(choice, str) or not choice:
             raise ValueError(f"it has {choice!r}; each choice must be a text of at least one character")
     return choices
+
+
+def _known_complaint(spec: GrammarSpec) -> str:
+    """What llguidance would not say of a source; "" for nothing."""
+    if spec.kind == "json_schema":
+        return schema_complaint(spec.source)
+    return lark_complaint(spec.source) if spec.kind == "lark" else ""
+
+
+def _unusable(spec: GrammarSpec, complaint: str) -> _RefusedError:
+    return _RefusedError(f"has {_name(spec)} that cannot be used: {one_line(complaint)}")
 
 
 def _name(spec: GrammarSpec) -> str:

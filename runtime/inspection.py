@@ -60,6 +60,18 @@ class EngineStats:
     hit_tokens: int = 0
     step_tokens: int = 0
 
+    def at_the_end(self) -> EngineStats:
+        """Of an engine that has ended: its totals stay, and there is nothing else."""
+        return EngineStats(
+            step=self.step,
+            num_blocks=self.num_blocks,
+            num_preemptions=self.num_preemptions,
+            num_aborts=self.num_aborts,
+            num_waits=self.num_waits,
+            lookup_tokens=self.lookup_tokens,
+            hit_tokens=self.hit_tokens,
+        )
+
 
 def engine_stats(engine: Engine) -> EngineStats:
     """Counters and gauges now. Costs a few array sums, whatever the number of blocks."""
@@ -244,6 +256,7 @@ def request_numbers(engine: Engine, request: Request) -> Json:
             "finished": request.finish_time,
         },
         "wait": current_wait(request),
+        "wait_since": request.waits[-1].since if current_wait(request) is not None else None,
     }
 
 
@@ -303,9 +316,11 @@ def _steps(engine: Engine, since: str) -> Json:
 def _events(engine: Engine, since: str) -> Json:
     """At most MAX_EVENTS events from number `since` on: `first` is the number of the first of them, `next` that of the
     event behind the last, `written` that of the next one to come. Where `first` is more than asked for, the events
-    between are held no more."""
+    between are held no more; where it is less, the number was of another engine's."""
     journal = engine.journal
-    first = max(_number("since", since or "0"), journal.first)
+    asked = _number("since", since or "0")
+    # A number of events to come is of an engine that was here before.
+    first = journal.first if asked > journal.written else max(asked, journal.first)
     events = [event_json(number, event) for number, event in enumerate(journal.since(first, MAX_EVENTS), first)]
     return {"first": first, "next": first + len(events), "written": journal.written, "events": events}
 

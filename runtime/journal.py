@@ -25,9 +25,11 @@ class Event:
 
 @dataclass(slots=True, kw_only=True)
 class ArriveEvent(Event):
-    """`leader`: the choice that computes the prompt for this one too, or ""."""
+    """`leader`: the choice that computes the prompt for this one too, or "". It came at `arrived`, seconds of the
+    engine's clock: before now where its grammar had to be compiled first."""
 
     kind: ClassVar[str] = "arrive"
+    arrived: float
     num_prompt_tokens: int
     max_total_tokens: int
     tenant: str

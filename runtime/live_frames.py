@@ -7,6 +7,7 @@ for each live request, so that it can be asked for ten times a second.
 from __future__ import annotations
 
 import base64
+import secrets
 import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -36,7 +37,7 @@ _NO_TABLE = (-1, 0, 0)
 
 
 class LiveFrames:
-    """Frames for one watcher, who gets all of them in order.
+    """Frames for all who watch: `next` for those who have seen the last one, `whole` for who has seen none.
 
     Args:
         engine: read, never changed.
@@ -44,49 +45,80 @@ class LiveFrames:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._number = 0
+        #: Tells this engine's frames from those of one started later on the same port.
+        self._run = secrets.token_hex(8)
+        self._number = -1
         self._forget()
 
     def _forget(self) -> None:
         num_blocks = self._engine.resolved.num_blocks
-        self._cells = np.zeros(num_blocks, dtype=CELL)
+        # Who begins to look does not know since when a block is as it is.
+        self._cells = pool_cells(self._engine)
         self._since: Int32s = np.zeros(num_blocks, dtype=np.int32)
         #: By request id: what was last told of it; and which row its table was, how often that had changed, its length.
         self._told: dict[str, Json] = {}
         self._tables: dict[str, tuple[int, int, int]] = {}
         self._next_event = self._engine.journal.written
-        self._next_step = 0
+        self._next_step = self._engine.scheduler.step + 1
 
-    def next(self, *, full: bool) -> Json | None:
-        """The next frame; None where nothing has changed since the last.
+    def start(self) -> Json:
+        """A whole frame, where nobody has watched until now."""
+        self._forget()
+        self._number += 1
+        for request in self._engine.scheduler.live_requests():
+            self._changes(request)
+        return self.whole()
 
-        Args:
-            full: tell everything, as to somebody who has seen no frame.
-        """
+    def next(self) -> Json | None:
+        """What has changed since the last frame; None where nothing has."""
         engine = self._engine
-        if full:
-            self._forget()
-        elif engine.journal.written == self._next_event and engine.scheduler.step < self._next_step:
+        if engine.journal.written == self._next_event and engine.scheduler.step < self._next_step:
             return None
         events, left_out = self._new_events()
-        frame = {
+        ended = self._ended(events)
+        steps = engine.steps_since(self._next_step)[-MAX_STEPS:]
+        self._number += 1
+        self._next_event = engine.journal.written
+        self._next_step = engine.scheduler.step + 1
+        return {
+            **self._moment(full=False),
+            **self._changed_cells(),
+            "ended": ended,
+            "requests": [self._changes(request) for request in engine.scheduler.live_requests()],
+            "steps": [asdict(record) for record in steps],
+            "events": [event_json(number, event) for number, event in events],
+            "events_left_out": left_out,
+        }
+
+    def whole(self) -> Json:
+        """All of what `next` or `start`, called just before, has told of."""
+        engine = self._engine
+        return {
+            **self._moment(full=True),
+            "cells": {
+                "num_blocks": len(self._cells),
+                "block_size": engine.resolved.block_size,
+                "data": _base64(self._cells),
+            },
+            "since": _base64(self._since),
+            "ended": [],
+            "requests": [self._all_of(request) for request in engine.scheduler.live_requests()],
+            "steps": [asdict(record) for record in engine.steps_since(0)[-MAX_STEPS:]],
+            "events": [],
+            "events_left_out": 0,
+        }
+
+    def _moment(self, *, full: bool) -> Json:
+        engine = self._engine
+        return {
+            "run": self._run,
             "frame": self._number,
             "full": full,
             "step": engine.scheduler.step,
             "now": engine.now(),
             "unix_time": time.time(),
             "kv": inspect(engine, "kv"),
-            **self._changed_cells(full),
-            "ended": self._ended(events),
-            "requests": [self._request(request) for request in engine.scheduler.live_requests()],
-            "steps": [asdict(record) for record in engine.steps_since(self._next_step)[-MAX_STEPS:]],
-            "events": [event_json(number, event) for number, event in events],
-            "events_left_out": left_out,
         }
-        self._number += 1
-        self._next_event = engine.journal.written
-        self._next_step = engine.scheduler.step + 1
-        return frame
 
     def _new_events(self) -> tuple[list[tuple[int, Event]], int]:
         """The newest events not yet told of with their numbers, and how many older ones were left out."""
@@ -96,30 +128,28 @@ class LiveFrames:
 
     # ---- blocks ---------------------------------------------------------------------------------------------------
 
-    def _changed_cells(self, full: bool) -> Json:
+    def _changed_cells(self) -> Json:
         cells = pool_cells(self._engine)
-        whole, before = cells.view(np.uint64), self._cells.view(np.uint64)
-        ids = np.flatnonzero(whole != before)
-        moved = ids if full else ids[self._changed_hands(cells, ids)]
-        # Who has just begun to look does not know since when a block is as it is.
-        self._since[moved] = 0 if full else self._engine.scheduler.step
+        ids = np.flatnonzero(cells.view(np.uint64) != self._cells.view(np.uint64))
+        now, before = cells[ids], self._cells[ids]
+        moved = (now["state"] != before["state"]) | (now["owner"] != before["owner"])
+        self._since[ids[moved]] = self._engine.scheduler.step
         self._cells = cells
-        if full:
-            told = {"num_blocks": len(cells), "block_size": self._engine.resolved.block_size, "data": _base64(cells)}
-            return {"cells": told, "since": _base64(self._since)}
         return {
-            "cells": {"ids": _base64(ids.astype(np.uint32)), "data": _base64(cells[ids])},
+            "cells": {"ids": _base64(ids.astype(np.uint32)), "data": _base64(now)},
             "since": _base64(self._since[ids]),
         }
 
-    def _changed_hands(self, cells: npt.NDArray[np.void], ids: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
-        now, before = cells[ids], self._cells[ids]
-        return (now["state"] != before["state"]) | (now["owner"] != before["owner"])  # type: ignore[no-any-return]
-
     # ---- requests -------------------------------------------------------------------------------------------------
 
-    def _request(self, request: Request) -> Json:
-        """Its id and what changed."""
+    def _all_of(self, request: Request) -> Json:
+        tables, row = self._engine.scheduler.tables, request.row
+        numbers = request_numbers(self._engine, request)
+        table = {"first": 0, "ids": tables.entries(row) if row >= 0 else []}
+        return {"id": request.request_id, **request_origin(request), **numbers, "table": table}
+
+    def _changes(self, request: Request) -> Json:
+        """Its id and what changed since it was last told of."""
         request_id = request.request_id
         numbers = request_numbers(self._engine, request)
         before = self._told.get(request_id)

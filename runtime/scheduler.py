@@ -48,6 +48,7 @@ class Scheduler(SchedulerEntry, SchedulerResults):
             self.journal.note(
                 ArriveEvent,
                 request.request_id,
+                arrived=request.arrival_time,
                 num_prompt_tokens=request.num_prompt_tokens,
                 max_total_tokens=request.max_total_tokens,
                 tenant=request.tenant,

@@ -11,6 +11,7 @@ from pageframe.runtime.journal import FirstTokenEvent, ForkEvent, SlideEvent
 from pageframe.runtime.request import FinishReason, Request, RequestOutput, RequestStatus, TokenLogprobs
 from pageframe.runtime.scheduler_state import SchedulerState
 from pageframe.runtime.step_plan import NO_TOKEN, StepPlan, StepResult
+from pageframe.runtime.token_rules import none_left
 
 
 class SchedulerResults(SchedulerState):
@@ -81,7 +82,7 @@ class SchedulerResults(SchedulerState):
         length = int(self.rows.num_tokens[request.row]) if running else len(request.context)
         matcher = request.matcher
         if matcher is not None or token == NO_TOKEN:
-            complaint = _complaint(request, token)
+            complaint, param = _complaint(request, token)
             if complaint:
                 self._end(request, FinishReason.REFUSED, now, keep=request.context_start + length - 1)
                 return RequestOutput(
@@ -89,7 +90,7 @@ class SchedulerResults(SchedulerState):
                     [],
                     finish_reason=FinishReason.REFUSED.value,
                     error=complaint,
-                    param="grammar" if matcher is not None and matcher.error else "",
+                    param=param,
                 )
         output = RequestOutput(request.request_id, [token])
         if logprobs is not None:
@@ -157,13 +158,12 @@ class SchedulerResults(SchedulerState):
         return outputs
 
 
-def _complaint(request: Request, token: int) -> str:
-    """Why a request cannot go on with the token drawn for it; "" where it can, and its matcher has taken it."""
+def _complaint(request: Request, token: int) -> tuple[str, str]:
+    """Why a request cannot go on with the token drawn for it, and the one field at fault or ""; twice "" where it can,
+    and its matcher has taken the token."""
     matcher = request.matcher
     if token != NO_TOKEN and matcher is not None and matcher.accept(token):
-        return ""
+        return "", ""
     if matcher is not None and matcher.error:
-        return f"the text cannot follow its grammar any further: {matcher.error}"
-    return (
-        "no token may come next: that is what its grammar, allowed_token_ids, bad_words and min_tokens leave together"
-    )
+        return f"the text cannot follow its grammar any further: {matcher.error}", "grammar"
+    return none_left(request)

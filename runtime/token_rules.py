@@ -175,10 +175,28 @@ class TokenRules:
             ids, counts = self.counts.token_ids, self.counts.output_counts
             values = logits[ids].astype(np.float64)
             repetition, presence, frequency = map(float, (self.repetition, self.presence, self.frequency))
-            values = np.where(values > 0, values / repetition, values * repetition)
-            values -= np.where(counts > 0, presence + frequency * counts, 0.0)
-            with np.errstate(over="ignore"):
+            with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+                values = np.where(values > 0, values / repetition, values * repetition)
+                values -= np.where(counts > 0, presence + frequency * counts, 0.0)
                 logits[ids] = np.minimum(values, _LARGEST)
+
+
+def none_left(request: Request) -> tuple[str, str]:
+    """Why no token may come next: which of its rules leave none. And the field at fault, "" where there are several."""
+    params = request.params
+    given = {}
+    if request.matcher is not None:
+        given["grammar"] = "grammar"
+    if params.allowed_token_ids:
+        given["allowed_token_ids"] = f"allowed_token_ids ({len(params.allowed_token_ids)} ids)"
+    if params.bad_words_ids:
+        given["bad_words"] = "bad_words"
+    if params.min_tokens:
+        given["min_tokens"] = f"min_tokens ({params.min_tokens}, before which no end may come)"
+    if len(given) == 1:
+        [(field, words)] = given.items()
+        return f"{words} leaves no token that may come next", field
+    return f"{' and '.join(given.values())} together leave no token that may come next", ""
 
 
 def has_penalties(params: SamplingParams) -> bool:

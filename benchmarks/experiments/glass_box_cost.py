@@ -131,12 +131,12 @@ def measure(num_requests: int, num_blocks: int, num_steps: int) -> bool:
         ]
         recorder = JournalRecorder(engines[2], Path(folder) / "journal", max_bytes=2**30)
         frames = LiveFrames(engines[3])
-        frames.next(full=True)
+        frames.start()
         frame_us: list[float] = []
 
         def make_frame() -> None:
             started = time.perf_counter()
-            frames.next(full=False)
+            frames.next()
             frame_us.append((time.perf_counter() - started) * 1e6)
 
         ways: list[list[float]] = [[] for _ in engines]

@@ -240,6 +240,9 @@ class FakeEngine:
             self.aborted.append(choice_id)
             self._changed.notify_all()
 
+    def choices_of(self, request_id: str) -> list[str]:
+        return [other for other in self._live if other == request_id or other.startswith(f"{request_id}-")]
+
     def cancel(self, choice_id: str) -> bool:
         if choice_id not in self._live:
             return False
@@ -266,6 +269,8 @@ class FakeEngine:
         self.questions.append((what, argument))
         if what == "request" and argument not in [added.request_id for added in self.added]:
             raise RequestNotFoundError(argument)
+        if what == "frame":
+            return json.dumps([{"full": False}, {"full": True} if argument else None]).encode()
         return json.dumps({"what": what, "argument": argument}).encode()
 
     async def shutdown(self) -> None:
@@ -287,6 +292,7 @@ class FakeEngine:
 
         def end() -> None:
             self.death_note = note
+            self.stats = self.stats.at_the_end()
             self._live.clear()
             for added in self.added:
                 added.queue.put(EngineDeadError(note))

@@ -187,6 +187,22 @@ def test_text_held_for_a_stop_string_comes_out_at_the_end(server: RunningServer)
     assert chunks[-1]["usage"]["completion_tokens"] == 4
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_may_end_with_what_broke_off_at_the_end(server: RunningServer, stream: bool) -> None:
+    """It is known only with the end token, which then counts for nothing."""
+    server.engine.script = lambda prompt, params: outputs_of([b"ab", [0xE2], [EOS]], reason="stop")
+    response = server.complete(stop="b\ufffd", stream=stream)
+    assert response.status_code == 200
+    if stream:
+        choices = [chunk["choices"][0] for chunk in events(response.text)]
+        assert "".join(choice["text"] for choice in choices) == "a"
+    else:
+        choices = response.json()["choices"]
+        assert choices[0]["text"] == "a"
+        assert response.json()["usage"]["completion_tokens"] == 3
+    assert (choices[-1]["finish_reason"], choices[-1]["stop_reason"]) == ("stop", "b\ufffd")
+
+
 def test_a_stop_id_is_named_but_not_shown(server: RunningServer) -> None:
     server.engine.script = lambda prompt, params: outputs_of([b"ab", b"c!"], reason="stop", stop_id=ord("!"))
     answer = server.complete(stop_token_ids=[ord("!")], return_token_ids=True).json()
@@ -211,6 +227,16 @@ def test_a_character_of_several_tokens_comes_out_whole(server: RunningServer) ->
     assert [chunk["choices"][0]["text"] for chunk in chunks] == ["é", "🙂", ""]
     server.engine.script = lambda prompt, params: outputs_of([[0xC0], [0xE2, 0x82]])
     assert server.complete().json()["choices"][0]["text"] == "\ufffd\ufffd"
+
+
+def test_no_reader_of_a_stream_takes_a_character_for_a_lines_end(server: RunningServer) -> None:
+    text = "a\u2028b\u2029c\x85d\x0b\x0c\x1ce\r\n"
+    server.engine.script = lambda prompt, params: outputs_of([text.encode()])
+    with server.client.stream("POST", "/v1/completions", json={"prompt": "hi", "stream": True}) as response:
+        lines = [line for line in response.iter_lines() if line]
+    assert lines.pop() == "data: [DONE]"
+    pieces = [json.loads(line.removeprefix("data: "))["choices"][0]["text"] for line in lines]
+    assert "".join(pieces) == text
 
 
 # ---- several choices ------------------------------------------------------------------------------------------------
@@ -327,10 +353,10 @@ def test_legacy_logprobs_are_parallel_lists_with_offsets_into_the_text(server: R
     logprobs = choice["logprobs"]
     assert choice["text"] == "aéb"
     assert logprobs["tokens"] == ["a", "bytes:\\xc3", "bytes:\\xa9", "b", "<eos>"]
-    assert logprobs["text_offset"] == [0, 1, 2, 2, 3]
+    assert logprobs["text_offset"] == [0, 1, 1, 2, 3]
     assert logprobs["token_logprobs"] == [-0.97, -1.95, -1.69, -0.98, -2.56]
     assert logprobs["top_logprobs"][0] == {"a": -0.97, "b": -0.98}
-    assert events(server.complete(logprobs=2, stream=True).text)[1]["choices"][0]["logprobs"]["text_offset"] == [1, 2]
+    assert events(server.complete(logprobs=2, stream=True).text)[1]["choices"][0]["logprobs"]["text_offset"] == [1, 1]
 
 
 def test_the_chosen_token_is_listed_beside_the_likeliest(server: RunningServer) -> None:

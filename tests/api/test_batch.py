@@ -6,6 +6,7 @@ import asyncio
 import fcntl
 import io
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -366,9 +367,16 @@ def test_files_that_cannot_be_used_are_one_line(
     batch = Run(tmp_path, [line("a")])
     engine = NoEngine(monkeypatch, batch)
     (tmp_path / "empty").write_text("\n")
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
     paths = {
         (tmp_path / "none", batch.output): "none is no file",
-        (tmp_path, batch.output): "is no file",
+        (tmp_path, batch.output): "is no regular file",
+        (Path("/dev/null"), batch.output): "/dev/null is no regular file",
+        (fifo, batch.output): "fifo is no regular file",
+        (batch.input, Path("/dev/null")): "/dev/null is no regular file",
+        (batch.input, fifo): "fifo is no regular file",
+        (batch.input, tmp_path): "is no regular file",
         (tmp_path / "empty", batch.output): "empty has no line",
         (batch.input, batch.input): "--input and --output are both",
         (batch.input, tmp_path / "no" / "folder"): "folder cannot be opened: No such file or directory",

@@ -31,6 +31,22 @@ def test_one_prompt_of_a_stream_is_cancelled_and_the_other_goes_on(server: Runni
     assert len(texts[0]) < len(texts[1])
 
 
+def test_all_choices_of_a_request_are_cancelled_by_its_own_id(server: RunningServer) -> None:
+    engine = server.engine
+    engine.held_from = 1
+    with ThreadPoolExecutor() as pool:
+        streaming = pool.submit(server.complete, prompt="abc", n=3, stream=True)
+        engine.wait_for(lambda: len(engine.added) == 1)
+        request_id = engine.added[0].request_id
+        assert server.client.delete(f"/inspect/requests/{request_id}-1").status_code == 200
+        assert server.client.delete(f"/inspect/requests/{request_id}").status_code == 200
+        lines = streaming.result().text.split("\n\n")
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    reasons = [choice["finish_reason"] for chunk in chunks for choice in chunk["choices"] if choice["finish_reason"]]
+    assert reasons == ["cancelled"] * 3
+    assert sorted(engine.aborted) == [f"{request_id}-{index}" for index in range(3)]
+
+
 def test_what_is_cancelled_before_its_prompt_is_told_is_an_error(server: RunningServer) -> None:
     engine = server.engine
     engine.held_from = 0

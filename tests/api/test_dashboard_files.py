@@ -48,10 +48,16 @@ def test_no_file_of_the_page_names_another_host() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["nope.js", "../app.py", "..%2fapp.py", "%2e%2e/auth.py", "__init__.py", "", "vendor", "vendor/", "/etc/passwd"],
+    ["nope.js", "../app.py", "..%2fapp.py", "%2e%2e/auth.py", "__init__.py", "vendor", "vendor/", "/etc/passwd"],
 )
 def test_nothing_else_is(server: RunningServer, name: str) -> None:
     assert server.client.get(f"/dashboard/{name}").status_code == 404
+
+
+def test_other_ways_to_the_page(server: RunningServer) -> None:
+    assert server.client.get("/dashboard/").text == server.client.get("/dashboard").text
+    response = server.client.get("/")
+    assert (response.status_code, response.headers["location"]) == (307, "/dashboard")
 
 
 def test_a_browser_that_has_a_file_is_told_so(server: RunningServer) -> None:

@@ -12,7 +12,7 @@ from pageframe.runtime.request import RequestOutput
 from .conftest import RunningServer
 from .fakes import outputs_of
 
-NO_TOKEN = "no token may come next"
+NO_TOKEN = "bad_words and min_tokens (1, before which no end may come) together leave no token that may come next"
 
 
 def ended(reason: str, error: str, *, param: str = "", text: str = "") -> list[RequestOutput]:
@@ -29,6 +29,14 @@ def test_rules_that_leave_no_token_are_the_clients_fault(server: RunningServer) 
         assert response.status_code == 400
         expected = {"message": NO_TOKEN, "type": "invalid_request_error", "param": None, "code": None}
         assert response.json()["error"] == expected
+
+
+def test_a_grammar_that_leaves_no_token_beside_another_field_has_the_clients_name(server: RunningServer) -> None:
+    words = "and allowed_token_ids (1 ids) together leave no token that may come next"
+    server.engine.script = lambda prompt, params: ended("refused", f"grammar {words}")
+    response = server.complete(structured_outputs={"regex": "a+"}, allowed_token_ids=[5])
+    assert response.json()["error"]["message"] == f"structured_outputs {words}"
+    assert response.json()["error"]["param"] is None
 
 
 @pytest.mark.parametrize(("param", "shown"), [("", None), ("grammar", "structured_outputs")])

@@ -27,9 +27,9 @@ class Engine:
         if self.dead:
             raise EngineDeadError("ended")
         assert what == "events"
-        first = max(int(argument), self.first)
+        first = max(int(argument), self.first) if int(argument) <= self.written else self.first
         numbers = range(first, min(self.written, first + 3))
-        events = [{"id": number, "kind": "free", "text": "two\nlines"} for number in numbers]
+        events = [{"id": number, "kind": "free", "text": "two\nli\u2028n\x85es"} for number in numbers]
         answer = {"first": first, "next": first + len(numbers), "written": self.written, "events": events}
         self.written += self.writes_on
         return json.dumps(answer).encode()
@@ -65,11 +65,32 @@ def test_events_come_in_order_each_in_one_line_and_go_on() -> None:
     run(test())
 
 
+def test_no_reader_takes_a_character_for_a_lines_end() -> None:
+    async def test() -> None:
+        events = journal_events(Engine(1), 0)  # type: ignore[arg-type]
+        number, name, data, end = (await anext(events)).decode().splitlines()
+        assert (number, name, end) == ("id: 0", "event: free", "")
+        assert json.loads(data.removeprefix("data: "))["text"] == "two\nli\u2028n\x85es"
+        await events.aclose()
+
+    run(test())
+
+
 def test_who_was_too_slow_is_told_what_is_missing() -> None:
     async def test() -> None:
         events = journal_events(Engine(10, first=7), 4)  # type: ignore[arg-type]
         assert await anext(events) == b'event: gap\ndata: {"from":4,"to":6}\n\n'
         assert ids(await anext(events)) == [7, 8, 9]
+        await events.aclose()
+
+    run(test())
+
+
+def test_a_number_of_an_engine_before_is_answered_from_the_beginning_of_this_one() -> None:
+    async def test() -> None:
+        events = journal_events(Engine(2), 90_000)  # type: ignore[arg-type]
+        assert await anext(events) == b'event: restart\ndata: {"first":0}\n\n'
+        assert ids(await anext(events)) == [0, 1]
         await events.aclose()
 
     run(test())

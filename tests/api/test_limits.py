@@ -91,6 +91,18 @@ def test_a_body_that_is_too_large_is_refused_by_its_length(server: RunningServer
     assert status_of_head(server, "/v1/completions", server.config.max_body_bytes + 1) == 413
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
+def test_a_body_is_taken_as_it_is(server: RunningServer, path: str) -> None:
+    fields = {"prompt": "hi"} if "chat" not in path else {"messages": [{"role": "user", "content": "hi"}]}
+    response = server.client.post(path, json=fields, headers={"content-encoding": "gzip"})
+    assert response.status_code == 415
+    error = response.json()["error"]
+    assert (error["param"], error["code"]) == ("content-encoding", "unsupported_encoding")
+    assert "content-encoding header is 'gzip'" in error["message"]
+    for plain in ("identity", "Identity", ""):
+        assert server.client.post(path, json=fields, headers={"content-encoding": plain}).status_code == 200
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_a_full_queue_refuses_a_large_body_by_its_length(start: Start, path: str) -> None:
     server = start(max_queue=0)

@@ -26,6 +26,7 @@ class Engine:
         self.asked: list[str] = []
         self.may_answer = asyncio.Semaphore(0)
         self.quiet = False
+        self.more: dict[str, str] = {}
         self.dead = False
 
     def allow(self, count: int) -> None:
@@ -38,9 +39,10 @@ class Engine:
         await self.may_answer.acquire()
         if self.dead:
             raise EngineDeadError("ended")
-        if self.quiet:
-            return b"null"
-        return json.dumps({"frame": len(self.asked), "full": argument == "full"}).encode()
+        frame = {"frame": len(self.asked), **self.more}
+        changes = None if self.quiet or argument == "start" else {**frame, "full": False}
+        whole = {**frame, "full": True} if argument else None
+        return json.dumps([changes, whole], ensure_ascii=False).encode()
 
 
 @pytest.fixture(autouse=True)
@@ -81,9 +83,10 @@ def test_one_question_serves_all_who_watch_and_none_is_asked_for_nobody() -> Non
         engine.may_answer.release()
         assert parse(await anext(first)) == {"frame": 2, "full": False}
         engine.may_answer.release()
-        # The second one begins with a whole frame, which is one for the first as well.
+        # The second one begins with a whole frame; the first goes on as if it had not come.
         assert parse(await anext(second)) == {"frame": 3, "full": True}
-        assert parse(await anext(first)) == {"frame": 3, "full": True}
+        assert parse(await anext(first)) == {"frame": 3, "full": False}
+        assert engine.asked[:3] == ["start", "", "join"]
         engine.may_answer.release()
         assert parse(await anext(second)) == parse(await anext(first)) == {"frame": 4, "full": False}
         await first.aclose()
@@ -94,6 +97,20 @@ def test_one_question_serves_all_who_watch_and_none_is_asked_for_nobody() -> Non
         engine.allow(5)
         await asyncio.sleep(0.01)
         assert len(engine.asked) == asked, "nobody watches, and frames are asked for"
+
+    run(test())
+
+
+def test_no_reader_takes_a_character_for_a_lines_end() -> None:
+    async def test() -> None:
+        engine = Engine()
+        engine.more = {"tenant": "a\u2028b\u2029c\x85d"}
+        events = await begin(feed_of(engine))
+        engine.may_answer.release()
+        event = await anext(events)
+        assert len(event.decode().splitlines()) == len(["event", "data", ""])
+        assert parse(event)["tenant"] == engine.more["tenant"]
+        await events.aclose()
 
     run(test())
 
@@ -166,7 +183,7 @@ def test_over_http(server: RunningServer) -> None:
         lines = response.iter_lines()
         event = next(line for line in lines if line.startswith("data: "))
         content = json.loads(event.removeprefix("data: "))
-        assert (content["what"], content["argument"]) == ("frame", "full")
+        assert content["full"] is True
         assert set(content["latency"]) == {"ttft", "itl", "e2e"}
 
 

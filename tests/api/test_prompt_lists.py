@@ -193,7 +193,7 @@ def test_echoed_logprobs_begin_with_the_prompts(server: RunningServer) -> None:
     assert first == same
     assert first["tokens"] == ["<bos>", "a", "bytes:\\xc3", "bytes:\\xa9", "y", "z"]
     assert first["token_logprobs"] == [None, -0.97, -1.95, -1.69, -1.21, -1.22]
-    assert first["text_offset"] == [0, 0, 1, 2, 2, 3]
+    assert first["text_offset"] == [0, 0, 1, 1, 2, 3]
     assert first["top_logprobs"][:2] == [None, {"`": -0.25, "a": -0.97}]
     assert first["top_logprobs"][-1] == {"z": -1.22}
     assert second["text_offset"] == [0, 0, 1, 2]

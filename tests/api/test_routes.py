@@ -91,7 +91,7 @@ def test_a_request_without_a_host_is_refused(server: RunningServer) -> None:
 # ---- routes ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", ["/", "/nope", "/v1/", "/v1/models/", "/docs", "/redoc", "/v1/chat/completions/"])
+@pytest.mark.parametrize("path", ["/nope", "/v1/", "/v1/models/", "/docs", "/redoc", "/v1/chat/completions/"])
 def test_no_such_route_is_a_404_in_openais_shape(server: RunningServer, path: str) -> None:
     response = server.client.get(path)
     assert response.status_code == 404
@@ -110,6 +110,17 @@ def test_another_method_is_a_405_that_names_the_right_one(
     assert response.json()["error"]["code"] == "method_not_allowed"
     assert f"{method} is not allowed" in response.json()["error"]["message"]
     assert response.headers["allow"] == allowed
+
+
+def test_who_only_looks_whether_it_lives_gets_no_body(start: Start) -> None:
+    server = start()
+    head, get = server.client.head("/health"), server.client.get("/health")
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-type"] == get.headers["content-type"]
+    server.complete()
+    server.engine.die()
+    assert server.client.head("/health").status_code == 503
+    assert server.client.head("/v1/models").status_code == 405
 
 
 def test_models(server: RunningServer) -> None:
@@ -238,6 +249,23 @@ def test_gauges_and_totals_are_the_engines(start: Start) -> None:
     assert (
         found["num_requests_running", ""] == found["num_requests_waiting", ""] == found["kv_cache_usage_perc", ""] == 0
     )
+
+
+def test_totals_never_fall_and_a_dead_engine_has_nothing_else(start: Start) -> None:
+    server = start()
+    stats = server.engine.stats
+    stats.num_aborts, stats.lookup_tokens, stats.hit_tokens, stats.num_waits = 3, 300, 128, {"blocks": 4}
+    server.complete()
+    before = samples(server)
+    server.engine.die()
+    after = samples(server)
+    assert after.keys() == before.keys()
+    for name, value in before.items():
+        if name[0].endswith("_total"):
+            assert after[name] == value, name
+    assert (after["num_preemptions_total", ""], after["request_waits_total", "blocks"]) == (5, 4)
+    for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "kv_slots_written"):
+        assert after[gauge, ""] == 0
 
 
 def test_counters_and_histograms_count_what_was_served(start: Start) -> None:

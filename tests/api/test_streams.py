@@ -6,14 +6,15 @@ import random
 from itertools import pairwise
 from typing import Any
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from pageframe.runtime.request import RequestOutput, SamplingParams
 
 from .conftest import RunningServer
-from .fakes import outputs_of
+from .fakes import BOS, outputs_of
 from .test_answers import events
+from .test_prompt_lists import told
 
 # Two letters and characters of 2 and 4 bytes: stop strings and split characters are then common.
 TEXTS = st.text(alphabet="abé🙂", max_size=24)
@@ -114,3 +115,41 @@ def test_without_stop_strings_the_text_is_the_decoded_bytes(
     chunks = events(server.chat(stream=True).text)
     text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
     assert text == data.decode(errors="replace")
+
+
+def expected_offsets(data: list[int]) -> list[int]:
+    """A byte that adds no character goes on with the one begun before it; any other begins behind all before it."""
+    lengths = [len(bytes(data[:end]).decode(errors="replace")) for end in range(len(data) + 1)]
+    return [before - (after == before) for before, after in pairwise(lengths)]
+
+
+SPLIT_BYTES = [0x61, 0xC3, 0xA9, 0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0xC0, 0xFF]
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.lists(st.sampled_from(SPLIT_BYTES), min_size=1, max_size=16))
+@example(data=[0xA9, 0x61, 0xA9, 0xA9, 0x61])
+@example(data=[0xE2, 0x61, 0xE2, 0x82, 0xE2, 0x82, 0xAC, 0x61])
+def test_offsets_are_those_in_the_text_as_it_is_sent(server: RunningServer, data: list[int]) -> None:
+    expected = expected_offsets(data)
+    server.engine.script = lambda prompt, params: outputs_of([[token] for token in data])
+    offsets, num_sent = [], 0
+    for chunk in events(server.complete(stream=True, logprobs=0).text):
+        [piece] = chunk["choices"]
+        for offset in (piece["logprobs"] or {"text_offset": []})["text_offset"]:
+            # What broke off before a token is sent with it, and is not its own.
+            assert num_sent <= offset <= num_sent + 1
+            offsets.append(offset)
+        num_sent += len(piece["text"])
+    assert offsets == expected
+    server.engine.script = told
+    [choice] = server.complete(prompt=data, logprobs=0, echo=True).json()["choices"]
+    end = len(choice["text"]) - len("yz")
+    assert choice["logprobs"]["text_offset"] == [*expected, end, end + 1]
+
+
+def test_a_special_token_without_text_breaks_no_character_off(server: RunningServer) -> None:
+    server.engine.script = lambda prompt, params: outputs_of([[0x61], [0xE2], [BOS], [0x82], [0xAC], [BOS], [0x61]])
+    [choice] = server.complete(logprobs=0).json()["choices"]
+    assert choice["text"] == "a€a"
+    assert choice["logprobs"]["text_offset"] == [0, 1, 1, 1, 1, 2, 2]

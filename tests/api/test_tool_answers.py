@@ -181,6 +181,30 @@ def test_a_form_of_the_text_and_calls_exclude_each_other(server: RunningServer) 
         assert server.engine.added[-1].params.grammar is not None
 
 
+def test_calls_that_must_be_made_end_where_they_end(server: RunningServer) -> None:
+    strict = [{"type": "function", "function": {"name": "f", "strict": True}}]
+    for fields in ({"tools": TOOLS, "tool_choice": "required"}, {"tools": strict}):
+        for name, value in (("min_tokens", 3), ("ignore_eos", True)):
+            error = server.chat(**fields, **{name: value}).json()["error"]
+            assert error["param"] == name
+            assert "beside tools it must be" in error["message"]
+    assert server.chat(tools=TOOLS, min_tokens=3, ignore_eos=True).status_code == 200
+
+
+def test_schemas_as_deep_as_a_body_may_be_are_no_failure_of_the_servers(server: RunningServer) -> None:
+    seen = set()
+    for depth in (100, *range(900, 1010), 3000):
+        schema = '{"items":' * depth + "{}" + "}" * depth
+        tool = f'{{"type": "function", "function": {{"name": "f", "parameters": {schema}}}}}'
+        body = f'{{"messages": {json.dumps(USER)}, "tool_choice": "required", "tools": [{tool}]}}'
+        response = server.client.post(
+            "/v1/chat/completions", content=body, headers={"content-type": "application/json"}
+        )
+        assert response.status_code == 200 or "too deep" in response.json()["error"]["message"], (depth, response.text)
+        seen.add(response.status_code)
+    assert seen == {200, 400}
+
+
 def test_a_schema_that_the_engine_refuses_is_the_tools_fault(server: RunningServer) -> None:
     server.engine.script = lambda prompt, params: [
         RequestOutput(
@@ -222,6 +246,19 @@ def test_streamed_calls_are_those_of_the_whole_answer(
         assert streamed(server, **fields) == [choice]
         assert (choice["content"], choice["tool_calls"], choice["finish_reason"]) == (expected or (text, [], "stop"))
         assert len(choice["entries"]) == len(choice["token_ids"]) == sum(map(len, chunks))
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+@pytest.mark.parametrize("length", [3, 12, 30, 43])
+def test_a_call_that_must_be_made_and_is_cut_off_is_no_text(server: RunningServer, choice: Any, length: int) -> None:
+    server.engine.script = lambda prompt, params: reply(F[:length], reason="length")
+    fields = {"tools": TOOLS, "tool_choice": choice}
+    [cut] = whole(server, **fields)
+    assert streamed(server, **fields) == [cut]
+    assert (cut["content"], cut["finish_reason"]) == ("", "length")
+    assert cut["tool_calls"] == ([("f", '{"x"')] if length == 43 else [])
+    [free] = whole(server, tools=TOOLS)
+    assert free["content"] == ("" if length == 43 else F[:length])
 
 
 def test_each_choice_makes_its_own_calls(server: RunningServer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,47 @@ def test_only_a_strict_schema_is_refused_for_what_cannot_be_enforced(
     with pytest.raises(InvalidRequestError, match="made-up") as caught:
         Grammar(compiler, tokenizer, use_of("hermes", REQUIRED, parameters=schema, strict=True))
     assert caught.value.param == "tools"
+
+
+LOOKAHEAD = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^(?=b)"}}, "required": ["a"]}
+DEEP: dict[str, Any] = {"type": "object"}
+for _ in range(150):
+    DEEP = {"type": "object", "properties": {"a": DEEP}}
+ROUNDED = {"type": "object", "properties": {"a": {"const": 2**53 + 1}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "words"),
+    [
+        (LOOKAHEAD, "regex parse error: ^(?=b) ^^^ error: look-around"),
+        (ROUNDED, "its const has 9007199254740993"),
+        (DEEP, "recursion limit exceeded"),
+    ],
+)
+def test_only_a_strict_schema_is_refused_for_what_cannot_be_compiled(
+    parameters: Any, words: str, compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    """Otherwise its tool's arguments are any object, and the other tools' are what they were."""
+    grammar = Grammar(compiler, tokenizer, use_of("hermes", REQUIRED, parameters=parameters))
+    for arguments in ("{}", '{"a": 1}', '{"a":  9007199254740993}'):
+        assert grammar.accepts(written("hermes", ("weather", arguments)))
+    assert not grammar.accepts(written("hermes", ("weather", "[]")))
+    assert not grammar.accepts(written("hermes", ("now", '{"a": 1}')))
+    for choice in (REQUIRED, ToolChoice("auto"), ToolChoice("required", "weather")):
+        with pytest.raises(InvalidRequestError) as caught:
+            Grammar(compiler, tokenizer, use_of("hermes", choice, parameters=parameters, strict=True))
+        message = caught.value.message
+        assert message.startswith("tools cannot be followed: tools[0].function (weather) has parameters that cannot be")
+        assert words in message
+        assert not re.search(r"Lark|start:|arguments_0|at \d", message), message
+
+
+def test_a_tool_that_cannot_be_followed_keeps_its_place(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    found = find_style(STYLES["hermes"])
+    assert found is not None
+    given = check_tools(list(reversed(tools(strict=True, parameters=LOOKAHEAD))))
+    with pytest.raises(InvalidRequestError, match=r"tools\[1\]\.function \(weather\)"):
+        Grammar(compiler, tokenizer, ToolUse(given, ToolChoice("required", "weather"), True, found))
 
 
 @pytest.mark.parametrize("style", STYLES)

@@ -34,7 +34,7 @@ GOOD: dict[str, dict[str, Any]] = {
         "logit_bias": {"5": 1.5},
         "bad_words": ["c"],
         "presence_penalty": 0.5,
-        "min_tokens": 1,
+        "min_tokens": 0,
         "logprobs": True,
         "top_logprobs": 2,
         "tools": [_TOOL],

@@ -175,6 +175,11 @@ def test_death_is_told_to_all_who_wait(tmp_path: Path) -> None:
     engine = make_engine(PausedEngine)
 
     async def work(client: EngineClient, process: asyncio.subprocess.Process) -> None:
+        engine.may_step = True
+        before = client.add("before", PROMPT, params(1))
+        while not (await before.get()).finish_reason:
+            pass
+        engine.may_step = False
         queue, other = client.add("a", PROMPT, params(3)), client.add("b", PROMPT, params(1))
         process.kill()
         for waiter in (queue, other):
@@ -185,6 +190,9 @@ def test_death_is_told_to_all_who_wait(tmp_path: Path) -> None:
                 await call
         with pytest.raises(EngineDeadError):
             client.add("c", PROMPT, params(1))
+        # Totals never fall, and nothing else is left.
+        assert client.stats.lookup_tokens == len(PROMPT)
+        assert (client.stats.num_waiting, client.stats.blocks_used, client.stats.blocks_cached) == (0, 0, 0)
 
     with_client(tmp_path, work, engine)
 

@@ -107,7 +107,15 @@ def test_a_requests_way_by_hand() -> None:
     add_request(scheduler, "a", 9, max_tokens=2)
     for _ in range(3):
         run_step(scheduler)
-    arrival = {"num_prompt_tokens": 9, "max_total_tokens": 11, "tenant": "", "priority": 0, "seed": 0, "leader": ""}
+    arrival = {
+        "arrived": 0.0,
+        "num_prompt_tokens": 9,
+        "max_total_tokens": 11,
+        "tenant": "",
+        "priority": 0,
+        "seed": 0,
+        "leader": "",
+    }
     assert told(scheduler) == [
         (0, "arrive", "a", arrival),
         (0, "wait", "a", wait("queue")),
@@ -132,11 +140,11 @@ def test_two_choices_way_by_hand() -> None:
     scheduler.add([make_request(f"r-{index}", [1] * 10, params, arrival=1 + index) for index in range(2)], 1.0)
     for _ in range(3):
         run_step(scheduler)
-    arrival = {"num_prompt_tokens": 10, "max_total_tokens": 13, "tenant": "", "priority": 0, "seed": 0}
+    arrival = {"arrived": 1.0, "num_prompt_tokens": 10, "max_total_tokens": 13, "tenant": "", "priority": 0, "seed": 0}
     hit = {"num_blocks": 2, "num_tokens": 8, "num_copied": 0, "copy_seconds": 0.0, "compute_seconds": 0.0}
     assert told(scheduler, first) == [
         (1, "arrive", "r-0", arrival | {"leader": ""}),
-        (1, "arrive", "r-1", arrival | {"leader": "r-0"}),
+        (1, "arrive", "r-1", arrival | {"leader": "r-0", "arrived": 2.0}),
         (1, "wait", "r-0", wait("queue")),
         (1, "wait", "r-1", wait("group", behind="r-0")),
         (2, "admit", "r-0", {"row": 0, "num_tokens": 10}),

@@ -33,8 +33,10 @@ class Watcher:
         self.events: list[int] = []
         self.left_out = 0
         self.frames: list[int] = []
+        self.text = ""
 
     def apply(self, text: str) -> None:
+        self.text = text
         frame = json.loads(text)
         self.frames.append(frame["frame"])
         if frame["full"]:
@@ -61,10 +63,15 @@ def decode(text: str, dtype: Any) -> Any:
     return np.frombuffer(base64.b64decode(text), dtype=dtype)
 
 
-def watch(frames: LiveFrames, watcher: Watcher, *, full: bool = False) -> None:
-    frame = frames.next(full=full)
+def watch(frames: LiveFrames, watcher: Watcher) -> None:
+    frame = frames.next() if watcher.frames else frames.start()
     if frame is not None:
         watcher.apply(json.dumps(frame, allow_nan=False))
+
+
+def join(frames: LiveFrames, watcher: Watcher) -> None:
+    """Begin to look beside others, who have just got their frame."""
+    watcher.apply(json.dumps(frames.whole(), allow_nan=False))
 
 
 def check(simulation: Simulation, watcher: Watcher) -> None:
@@ -99,19 +106,30 @@ def test_frames_put_together_are_what_the_inspection_answers(seed: int) -> None:
     rng = random.Random(seed)
     simulation = Simulation(random_config(rng))
     frames, watcher = LiveFrames(simulation.engine), Watcher()
+    later: list[Watcher] = []
     looked = 0
 
     def look(num_steps: int) -> None:
         nonlocal looked
         if num_steps % 3 == 0 or rng.random() < 0.3:
-            watch(frames, watcher, full=not watcher.frames or rng.random() < 0.02)
+            watch(frames, watcher)
+            frame = watcher.frames[-1]
+            for other in later:
+                if other.frames[-1] < frame:
+                    other.apply(watcher.text)
+                check(simulation, other)
+            if rng.random() < 0.03:
+                later.append(Watcher())
+                join(frames, later[-1])
+                check(simulation, later[-1])
             check(simulation, watcher)
             looked += 1
 
     Workload(simulation, rng, on_step=look).run(250)
-    watch(frames, watcher)
-    check(simulation, watcher)
+    look(0)
     assert looked > 50
+    assert len(later) > 1
+    assert all(other.since.tolist() == watcher.since.tolist() for other in later[-1:]), "who joins is told the same"
     assert set(simulation.ended) >= set(watcher.ended)
     assert len(watcher.ended) > 10
     assert watcher.frames == sorted(set(watcher.frames))
@@ -120,7 +138,7 @@ def test_frames_put_together_are_what_the_inspection_answers(seed: int) -> None:
 def test_steps_and_events_are_told_once_each() -> None:
     simulation = Simulation(tiny_config(num_blocks=16))
     frames, watcher = LiveFrames(simulation.engine), Watcher()
-    watch(frames, watcher, full=True)
+    watch(frames, watcher)
     for number in range(4):
         simulation.add([1 + number] * 9, SamplingParams(max_tokens=6))
         for _ in range(3):
@@ -138,20 +156,22 @@ def test_steps_and_events_are_told_once_each() -> None:
 def test_nothing_is_told_where_nothing_happened() -> None:
     simulation = Simulation(tiny_config())
     frames = LiveFrames(simulation.engine)
-    assert frames.next(full=True) is not None
-    assert frames.next(full=False) is None
+    first = frames.start()
+    assert frames.next() is None
     simulation.add([1, 2, 3])
-    told = frames.next(full=False)
+    told = frames.next()
     assert told is not None
     assert [entry["id"] for entry in told["requests"]] == ["r0"]
-    assert frames.next(full=False) is None
-    assert frames.next(full=True) is not None
+    assert frames.next() is None
+    whole = frames.whole()
+    assert (whole["frame"], whole["full"]) == (told["frame"], True)
+    assert first["run"] == told["run"] == whole["run"] != LiveFrames(simulation.engine).start()["run"]
 
 
 def test_of_many_events_the_newest_are_told_and_the_rest_are_counted() -> None:
     simulation = Simulation(tiny_config(num_blocks=64, max_model_len=256))
     frames, watcher = LiveFrames(simulation.engine), Watcher()
-    watch(frames, watcher, full=True)
+    watch(frames, watcher)
     for number in range(120):
         simulation.add([number + 1] * 9, SamplingParams(max_tokens=2, ignore_eos=True))
         simulation.step()
@@ -168,7 +188,7 @@ def test_who_begins_to_look_does_not_know_since_when_a_block_is_as_it_is() -> No
     simulation.add([1] * 9, SamplingParams(max_tokens=8, ignore_eos=True))
     simulation.step()
     frames, watcher = LiveFrames(simulation.engine), Watcher()
-    watch(frames, watcher, full=True)
+    watch(frames, watcher)
     assert watcher.since.tolist() == [0] * 8
     simulation.add([2] * 4, SamplingParams(max_tokens=8, ignore_eos=True))
     while len(simulation.engine.scheduler.rows_in_use()) < 2:

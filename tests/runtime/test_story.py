@@ -32,9 +32,9 @@ def test_a_whole_story() -> None:
         "The prefix lookup ended after 0 blocks: no computed prefix goes on with its tokens.",
         "It got 3 blocks (0, 1, 2).",
         "8 tokens of its context were computed in 2 chunks, in steps 1 to 2.",
-        "2 full blocks can be found by others from now on.",
+        "2 full blocks can be found by others from then on, in steps 1 to 2.",
         "Its first token came in step 3, 30.0 ms after its arrival.",
-        "1 full block can be found by others from now on.",
+        "1 full block can be found by others from then on.",
         "It gave its 3 blocks and its row back in step 6.",
         "It ended in step 6, 60.0 ms after its arrival: it reached the most tokens it may have (length), "
         "with 4 output tokens.",
@@ -47,16 +47,32 @@ def test_a_wait_for_blocks_and_a_hit_in_words() -> None:
     simulation.step()
     simulation.add([1] * 8 + [2] * 8, SamplingParams(max_tokens=2, ignore_eos=True), tenant="other")
     simulation.step()
-    waits = "for blocks: it needs 5, 2 are free, behind r0"
+    waits = "for blocks: it needs 5, 2 can be had, behind r0"
     assert inspect(simulation.engine, "request", "r1")["wait"] == waits
     assert texts(simulation, "r1")[-1] == f"It waits {waits}."
     simulation.drain()
     story = " ".join(texts(simulation, "r1"))
-    assert re.search(r"It waited \d+\.\d ms, until step \d+, for blocks: it needed 5, 2 were free, behind r0\.", story)
+    assert re.search(
+        r"It waited \d+\.\d ms, until step \d+, for blocks: it needed 5, 2 could be had, behind r0\.", story
+    )
     assert "was computed for a tenant or a cache_salt that it may not share with" in story
     simulation.add([1] * 8 + [2] * 8, SamplingParams(max_tokens=2), tenant="other")
     simulation.drain()
     assert "Its first 12 tokens (3 blocks) were found computed." in texts(simulation, "r2")
+
+
+def test_the_wait_for_a_grammar_is_told_from_the_arrival_on() -> None:
+    simulation = Simulation(tiny_config(num_blocks=16))
+    now = simulation.clock.now
+    simulation.engine.add("r0", [1, 2, 3], SamplingParams(max_tokens=2, ignore_eos=True), arrival_time=now - 2.5)
+    while simulation.engine.has_work:
+        simulation.engine.step()
+        simulation.clock.advance(0.5)
+    told = texts(simulation, "r0")
+    assert told[0].endswith("It waited 2.50 s for its grammar to be compiled.")
+    timings = inspect(simulation.engine, "request", "r0")["timings"]
+    first = timings["first_token"] - timings["arrived"]
+    assert f"Its first token came in step 1, {first:.2f} s after its arrival." in told
 
 
 def test_both_sides_of_a_preemption_are_told() -> None:
@@ -122,7 +138,7 @@ def test_every_wait_is_named_with_the_numbers_of_the_time(seed: int) -> None:
         for sentence, event in zip(told, own, strict=True):
             if event.reason == "blocks":
                 assert event.free == known_free[id(event)]
-                assert re.search(rf"need(s|ed) {event.needed}, {event.free} (is|are|was|were) free", sentence.text)
+                assert re.search(rf"need(s|ed) {event.needed}, {event.free} (can|could) be had", sentence.text)
                 assert event.needed > event.free
             if event.behind:
                 assert event.behind in sentence.text

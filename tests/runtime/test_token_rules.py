@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import sys
 import threading
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,11 +37,11 @@ from pageframe.runtime.grammar import GrammarSpec, MaskWords, Matcher
 from pageframe.runtime.inspection import inspect
 from pageframe.runtime.journal import GrammarEvent
 from pageframe.runtime.philox import choice_seed
-from pageframe.runtime.request import RequestOutput, SamplingParams, choice_ids
+from pageframe.runtime.request import Request, RequestOutput, SamplingParams, choice_ids
 from pageframe.runtime.sampler import Sampler
 from pageframe.runtime.step_plan import NO_TOKEN
 from pageframe.runtime.token_masks import TokenMasks
-from pageframe.runtime.token_rules import TokenCounts, unpack
+from pageframe.runtime.token_rules import TokenCounts, TokenRules, unpack
 
 SEED = int(os.environ.get("PAGEFRAME_TEST_SEED", "20240607"))
 SPEC = GrammarSpec("lark", "the test's")
@@ -119,14 +121,61 @@ def test_rules_that_leave_no_token_end_that_request_alone() -> None:
         outputs += engine.step()
         engine.scheduler.check_invariants()
     ends = {output.request_id: output for output in outputs if output.finish_reason}
-    for request_id, num_tokens in (("none", 0), ("later-0", 1), ("later-1", 1)):
+    for request_id, num_tokens, param, words in (
+        ("none", 0, "", "allowed_token_ids (2 ids) and bad_words together leave"),
+        ("later-0", 1, "bad_words", "bad_words leaves"),
+        ("later-1", 1, "bad_words", "bad_words leaves"),
+    ):
         output = ends[request_id]
-        assert (output.finish_reason, output.token_ids, output.param) == ("refused", [], "")
-        assert "no token may come next" in output.error
+        assert (output.finish_reason, output.token_ids, output.param) == ("refused", [], param)
+        assert output.error == f"{words} no token that may come next"
         request = engine.scheduler.find(request_id)
         assert request is not None
         assert request.token_ids.tolist() == [1, 2, *[9] * num_tokens]
     assert ends["other"].finish_reason == alone(model, [1, 2, 3], params, 0).finish_reason
+
+
+@pytest.mark.parametrize(
+    ("fields", "has_grammar", "param", "words"),
+    [
+        (
+            {"allowed_token_ids": (EOS,), "min_tokens": 2},
+            False,
+            "",
+            r"allowed_token_ids \(1 ids\) and min_tokens \(2, .* ",
+        ),
+        ({"allowed_token_ids": (EOS,)}, True, "", r"^grammar and allowed_token_ids \(1 ids\) together"),
+        (
+            {"bad_words_ids": [(token,) for token in range(VOCAB_SIZE)]},
+            False,
+            "bad_words",
+            "^bad_words leaves no token",
+        ),
+    ],
+)
+def test_only_the_rules_that_a_request_has_are_blamed(
+    fields: dict[str, Any], has_grammar: bool, param: str, words: str
+) -> None:
+    engine, _ = make_engine()
+    grammar: Any = FakeGrammar(5) if has_grammar else None
+    engine.add("r", [1, 2], SamplingParams(max_tokens=4, **fields), grammar=grammar)
+    [output] = [output for output in engine.step() if output.finish_reason]
+    assert (output.finish_reason, output.param) == ("refused", param)
+    assert re.search(words, output.error), output.error
+
+
+def test_extreme_penalties_are_no_matter_for_warnings() -> None:
+    for penalty in (5e-324, 1e-45, 1e-38):
+        request = Request(
+            "r", np.array([1, 2, 3], np.int32), SamplingParams(repetition_penalty=penalty), "", 0, 0, 0.0, 0, 0, 9,
+            frozenset(), frozenset(),
+        )  # fmt: skip
+        logits = np.array([1.0, 3e38, -3e38, 0.0], np.float32)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            TokenRules(request).apply(logits)
+        assert not np.isnan(logits).any()
+        assert logits[1] == np.finfo(np.float32).max
 
 
 def test_a_matcher_that_fails_ends_its_request_and_not_the_engine() -> None:
