@@ -256,6 +256,7 @@ def request_numbers(engine: Engine, request: Request) -> Json:
             "finished": request.finish_time,
         },
         "wait": current_wait(request),
+        "waited": {reason: seconds for reason, seconds in request.waited.items() if seconds},
         "wait_since": request.waits[-1].since if current_wait(request) is not None else None,
     }
 

@@ -287,6 +287,7 @@ class Request:
         num_cached_tokens: prompt tokens found computed when it first entered.
         miss_reason, evicted_step: why its latest lookup went no further, see prefix_cache.Lookup; "" before the first.
         waits: the latest ones.
+        waited: seconds of all waits that have ended, by reason.
         request_seed: the seed asked for or drawn; `seed` is the choice's own, made from it.
         arrival: a running number; with `priority` it makes the strict order.
         max_total_tokens: prompt plus most output tokens.
@@ -330,6 +331,7 @@ class Request:
     miss_reason: str = ""
     evicted_step: int = -1
     waits: deque[Wait] = field(default_factory=lambda: deque(maxlen=KEPT_WAITS))
+    waited: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)
@@ -362,11 +364,15 @@ class Request:
             if last.reason == reason:
                 last.needed, last.free = needed, free
                 return False
-            last.until = now
+            self._end(last, now)
         self.waits.append(Wait(reason, now, needed, free))
         return True
 
     def end_wait(self, now: float) -> None:
         """It goes on: the wait that lasts, if any, ends."""
         if self.waits and self.waits[-1].until is None:
-            self.waits[-1].until = now
+            self._end(self.waits[-1], now)
+
+    def _end(self, wait: Wait, now: float) -> None:
+        wait.until = now
+        self.waited[wait.reason] = self.waited.get(wait.reason, 0.0) + now - wait.since

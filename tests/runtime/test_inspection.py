@@ -384,3 +384,20 @@ def check_answers(simulation: Simulation) -> set[str]:
     seen |= {"shared"} if references > len(owners) else set()
     seen |= {"follows"} if replay.following else set()
     return seen | ({"released"} if any(-1 in request["block_table"] for request in requests["requests"]) else set())
+
+
+def test_waits_that_have_ended_are_summed_by_reason() -> None:
+    simulation = Simulation(tiny_config(num_blocks=6, block_size=4, max_num_batched_tokens=32))
+    simulation.add([1] * 13, SamplingParams(max_tokens=6, ignore_eos=True))
+    simulation.step()
+    simulation.add([2] * 16, SamplingParams(max_tokens=2, ignore_eos=True))
+    simulation.add([3] * 16, SamplingParams(max_tokens=2, ignore_eos=True))
+    simulation.drain()
+    for request_id in ("r1", "r2"):
+        answer = inspect(simulation.engine, "request", request_id)
+        spans: dict[str, float] = {}
+        for wait in answer["waits"]:
+            spans[wait["reason"]] = spans.get(wait["reason"], 0.0) + wait["until"] - wait["since"]
+        assert answer["waited"] == pytest.approx(spans)
+        assert answer["waited"]["blocks"] > 0
+    assert (answer["wait"], answer["wait_since"]) == (None, None)
