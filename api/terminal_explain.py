@@ -19,7 +19,7 @@ from pageframe.api.terminal_http import DEFAULT_URL, Json, ServerError, fetch_js
 from pageframe.api.terminal_journal import fetch_events, read_events
 from pageframe.runtime.errors import PageframeError
 from pageframe.runtime.journal import ArriveEvent, EvictEvent, LoseEvent
-from pageframe.runtime.journal_file import JournalFileError
+from pageframe.runtime.journal_file import JournalFileError, numbered
 from pageframe.runtime.story import tell
 
 NOT_WHOLE = "It began earlier: what came before is no longer known."
@@ -94,7 +94,13 @@ def read_story(path: Path, request_id: str) -> Json:
     """
     events = read_events(path)
     ids = {event.request_id for event in events if event.kind not in _AFTERWARDS}
-    found = request_id if request_id and request_id in ids else _only_one(ids, request_id)
+    try:
+        found = request_id if request_id and request_id in ids else _only_one(ids, request_id)
+    except NoStoryError as error:
+        older = numbered(path, 1)
+        # A server that is started again moves the recording before it aside.
+        hint = f"; an older recording may be in {older}" if older.exists() else ""
+        raise NoStoryError(f"{error}{hint}") from None
     sentences = [asdict(sentence) for sentence in tell(events, found)]
     return {"id": found, "sentences": sentences, "complete": sentences[0]["kind"] == ArriveEvent.kind}
 

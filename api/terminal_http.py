@@ -22,6 +22,12 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_SECONDS = 30.0
 #: Holds the key that is sent to a server.
 KEY_VARIABLE = "PAGEFRAME_API_KEY"
+#: What a person at a terminal can do about an error, by its code.
+_KEY_HINTS = {
+    "missing_api_key": f"; {KEY_VARIABLE} is where this command takes it from",
+    "invalid_api_key": f"; it came from {KEY_VARIABLE}",
+    "admin_key_needed": f"; {KEY_VARIABLE} is where this command takes it from",
+}
 
 
 class ServerError(PageframeError):
@@ -120,7 +126,8 @@ def refusal(status: int, body: bytes) -> ServerError:
     content = _json_object(body)
     error = (content or {}).get("error")
     if isinstance(error, dict) and isinstance(error.get("message"), str):
-        return ServerError(error["message"], status=status, code=error.get("code"), content=content)
+        message = error["message"] + _KEY_HINTS.get(error.get("code"), "")
+        return ServerError(message, status=status, code=error.get("code"), content=content)
     reason = f"{status} {http.client.responses.get(status, '')}".rstrip()
     return ServerError(f"the server answers {reason}", status=status, content=content)
 

@@ -123,7 +123,7 @@ class _Background:
         if counts["copied to_device"]:
             yield f"{_count(counts['copied to_device'], 'block')} came back from host memory."
         if counts["copied fork"]:
-            yield "Its last, partial block was copied, since it goes on with other tokens than the other choices."
+            yield "Its last, partial block was copied: it goes on with other tokens than the other choices."
         if counts["published"]:
             yield f"{_count(counts['published'], 'full block')} can be found by others from then on{self._span(PublishEvent)}."
         if counts["private"]:

@@ -13,6 +13,7 @@ from fakes.simulation import Simulation
 from pageframe.api.terminal_explain import add_arguments, run
 from pageframe.runtime.inspection import inspect
 from pageframe.runtime.journal_json import event_json
+from pageframe.runtime.journal_recorder import JournalRecorder
 from pageframe.runtime.request import SamplingParams
 
 from .scripted_server import Json, ScriptedServer
@@ -128,3 +129,12 @@ def test_a_server_and_a_recording_together_are_refused(capsys: pytest.CaptureFix
     with pytest.raises(SystemExit):
         explain("x", "--url", "http://h", "--journal", "file")
     assert "not allowed with" in capsys.readouterr().err
+
+
+def test_a_recording_of_a_server_before_is_pointed_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        JournalRecorder(Simulation().engine, tmp_path / "j", max_bytes=2**30).close()
+    assert explain("nobody", "--journal", str(tmp_path / "j")) == 1
+    told = capsys.readouterr().err
+    assert "nothing is known of a request 'nobody'" in told
+    assert f"an older recording may be in {tmp_path / 'j.1'}" in told

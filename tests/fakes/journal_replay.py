@@ -42,7 +42,8 @@ class JournalReplay(JournalState):
 
     Args:
         lenient: a request may be preempted and come back in one step. Where blocks are shared it needs fewer of its own
-            then, or gave way together with those it shared with, which freed more than was asked for.
+            then, or gave way together with those it shared with, which freed more than was asked for. One that came by
+            a fork may anyway: the pins of its copy are given up with it, which frees more too.
     """
 
     def __init__(self, block_size: int, *, lenient: bool = False) -> None:
@@ -53,6 +54,7 @@ class JournalReplay(JournalState):
         self.salts: dict[str, tuple[str, ...]] = {}
         self._lenient = lenient
         self._forked_from: dict[str, str] = {}
+        self._forked: set[str] = set()
         self._order: dict[str, tuple[int, int]] = {}
         self._ended: dict[str, str] = {}
         self._got_token: set[str] = set()
@@ -115,7 +117,9 @@ class JournalReplay(JournalState):
     def _on_admit(self, event: AdmitEvent) -> None:
         assert event.request_id == self._first_waiting(), f"{event.request_id} overtook {self._first_waiting()}"
         again_at_once = self._preempted_in.get(event.request_id) == event.step
-        assert self._lenient or not again_at_once, f"{event.request_id} was preempted and admitted in one step"
+        assert self._lenient or event.request_id in self._forked or not again_at_once, (
+            f"{event.request_id} was preempted and admitted in one step"
+        )
         assert event.request_id in self.waiting
         self._forked_from.pop(event.request_id, None)
         super()._on_admit(event)
@@ -129,6 +133,7 @@ class JournalReplay(JournalState):
         if event.row != NO_BLOCK:
             assert event.leader in self.running, "a choice forks from one that holds nothing"
             self._forked_from[event.request_id] = event.leader
+            self._forked.add(event.request_id)
         super()._on_fork(event)
 
     def _on_chunk(self, event: ChunkEvent) -> None:
