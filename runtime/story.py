@@ -125,7 +125,8 @@ class _Background:
         if counts["copied fork"]:
             yield "Its last, partial block was copied: it goes on with other tokens than the other choices."
         if counts["published"]:
-            yield f"{_count(counts['published'], 'full block')} can be found by others from then on{self._span(PublishEvent)}."
+            span = self._span(PublishEvent)
+            yield f"{_count(counts['published'], 'full block')} can be found by others from then on{span}."
         if counts["private"]:
             yield f"{_count(counts['private'], 'block')} stayed its own: the same tokens had been computed before."
         if counts["released"]:
