@@ -126,7 +126,7 @@ def refusal(status: int, body: bytes) -> ServerError:
     content = _json_object(body)
     error = (content or {}).get("error")
     if isinstance(error, dict) and isinstance(error.get("message"), str):
-        message = error["message"] + _KEY_HINTS.get(error.get("code"), "")
+        message = error["message"] + _KEY_HINTS.get(str(error.get("code")), "")
         return ServerError(message, status=status, code=error.get("code"), content=content)
     reason = f"{status} {http.client.responses.get(status, '')}".rstrip()
     return ServerError(f"the server answers {reason}", status=status, content=content)

@@ -4,7 +4,7 @@
 // one request: the prompts' token ids, with the chat template on them, as a list to /v1/completions.
 
 import { ChatCard } from "./chat_card.js";
-import { count, duration, setText } from "./format.js";
+import { count, duration, plural, setText } from "./format.js";
 import { PROMPT_SETS } from "./prompts.js";
 import { errorText, readEvents } from "./sse.js";
 
@@ -184,7 +184,7 @@ export class Chats {
 
   showTurns() {
     const turns = this.conversation.length;
-    setText(this.root.querySelector("#chat-turns"), turns ? `The conversation has ${count(turns)} turns.` : "");
+    setText(this.root.querySelector("#chat-turns"), turns ? plural(turns, "turn") : "");
   }
 
   showOpen() {

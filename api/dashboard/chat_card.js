@@ -45,9 +45,10 @@ export class ChatCard {
     if (this.isOver) return;
     this.isOver = true;
     setText(this.status, text);
+    this.status.title = text;
     this.node.classList.add("over");
     this.node.classList.toggle("failed", failed);
-    this.cancel.hidden = true;
+    this.cancel.disabled = true;
   }
 
   get seconds() {

@@ -3,7 +3,7 @@
 import { count, element, plural, setText } from "./format.js";
 import { errorText } from "./sse.js";
 
-const POLL_MS = 1000;
+const POLL_MS = 2000;
 /** Answers kept for looking back. */
 const KEEP_ANSWERS = 120;
 const ROWS_AT_FIRST = 40;

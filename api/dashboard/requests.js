@@ -30,8 +30,10 @@ export function tokensPerSecond(request, now) {
 
 export function stateText(request) {
   if (request.status === "finished") return FINISH_WORDS[request.finish_reason] ?? request.finish_reason;
-  if (request.status === "waiting") return request.num_preemptions ? "preempted, waits" : "waits";
-  return request.num_computed_tokens < request.num_prompt_tokens ? "prefill" : "decode";
+  if (request.status === "waiting") return request.num_preemptions ? "preempted" : "waits";
+  // All but the newest token is computed while it decodes. What is computed is of the context, which may have slid.
+  if (request.num_computed_tokens >= request.num_tokens - request.context_start - 1) return "decode";
+  return request.num_output_tokens > 0 ? "recompute" : "prefill";
 }
 
 export class RequestRows {

@@ -7,9 +7,10 @@ export const PINNED = 3;
 export const STATE_NAMES = ["free", "cached", "used", "pinned"];
 
 const CELL_BYTES = 8;
-/** Requests that ended, evictions and preemptions are remembered in each moment, the newest so many. */
+/** Requests that ended are remembered in each moment, the newest so many. */
 const KEEP_ENDED = 40;
-const KEEP_MARKS = 60;
+/** Evictions and preemptions of the last so many steps are "lately": no more than a full frame tells steps of. */
+export const LATELY_STEPS = 500;
 /** The rate of tokens is that of the last so many seconds. */
 const SPEED_SECONDS = 5;
 /** Frames kept for scrubbing back; a whole picture now and then, so that none is rebuilt from more than so many. */
@@ -85,12 +86,12 @@ export class Moment {
     const before = this.known;
     this.known = new Map();
     this.requests = frame.requests.map((changes) => {
-      const request = merged(before.get(changes.id), changes, frame.now);
+      const request = merged(before.get(changes.id), changes);
       this.known.set(request.id, request);
       return request;
     });
     const ended = frame.ended.map((changes) => ({
-      ...merged(before.get(changes.id), changes, frame.now),
+      ...merged(before.get(changes.id), changes),
       ended_step: frame.step,
     }));
     // An end may be told twice: the second one corrects the first.
@@ -130,8 +131,21 @@ export class Moment {
         return { id, step: record.step, time: record.started, forId: events.find(isIt)?.for_request ?? null };
       }),
     );
-    this.evictions = [...evicted.reverse(), ...this.evictions].slice(0, KEEP_MARKS);
-    this.preemptions = [...preempted.reverse(), ...this.preemptions].slice(0, KEEP_MARKS);
+    this.evictions = this.lately([...evicted.reverse(), ...this.evictions]);
+    this.preemptions = this.lately([...preempted.reverse(), ...this.preemptions]);
+  }
+
+  lately(marks) {
+    return marks.filter((mark) => mark.step > this.step - LATELY_STEPS);
+  }
+
+  /** What went before a new connection is still known, and better: full frames tell of no events. */
+  remember(before) {
+    this.ended = before.ended;
+    for (const name of ["evictions", "preemptions"]) {
+      const missed = this[name].filter((mark) => mark.step > before.step);
+      this[name] = this.lately([...missed, ...before[name]]);
+    }
   }
 
   /** A live request, or one that ended lately. */
@@ -152,21 +166,11 @@ export class Moment {
   }
 }
 
-/**
- * A request as it is after a frame, which tells what changed. `blocks` is its table. `lastWait` is what it waits for, or
- * waited for last: {text, since, until} in seconds, `until` null while it lasts.
- */
-function merged(before, { table, ...changes }, now) {
-  const request = { blocks: [], lastWait: null, ...before, ...changes };
+/** A request as it is after a frame, which tells what changed. `blocks` is its table. */
+function merged(before, { table, ...changes }) {
+  const request = { blocks: [], ...before, ...changes };
   if (table) request.blocks = request.blocks.slice(0, table.first).concat(table.ids);
   if (request.status === "finished" && before) request.blocks = before.blocks;
-  const isOpen = request.lastWait?.until === null;
-  if (request.wait) {
-    // The numbers in its words may change while it lasts.
-    request.lastWait = { text: request.wait, since: isOpen ? request.lastWait.since : now, until: null };
-  } else if (isOpen) {
-    request.lastWait = { ...request.lastWait, until: now };
-  }
   return request;
 }
 
@@ -226,6 +230,7 @@ export class Store {
   constructor() {
     this.history = new History();
     this.live = null;
+    this.run = null;
     this.steps = [];
     this.position = null;
     this.restarts = 0;
@@ -242,12 +247,12 @@ export class Store {
   }
 
   accept(frame) {
-    if (this.live !== null && frame.step < this.live.step) this.reset();
+    if (this.live !== null && (frame.run !== this.run || frame.step < this.live.step)) this.reset();
+    this.run = frame.run;
     if (frame.full) {
       const before = this.live;
       this.live = new Moment(frame);
-      // A new connection tells what is; what went lately is still known.
-      if (before !== null) for (const name of ["ended", "evictions", "preemptions"]) this.live[name] = before[name];
+      if (before !== null) this.live.remember(before);
     } else {
       this.live.apply(frame);
     }

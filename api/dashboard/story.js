@@ -7,6 +7,11 @@ import { waitOf } from "./summary.js";
 
 const POLL_MS = 1000;
 
+function computedText({ num_computed_tokens: computed, context_start: start }) {
+  const context = start > 0 ? ` of a context that begins at token ${count(start)}` : "";
+  return `${count(computed)} tokens${context}`;
+}
+
 export class Story {
   /** `onFollow(id)` and `onClose(id)` are called by its buttons. */
   constructor(root, onFollow, onClose) {
@@ -28,6 +33,7 @@ export class Story {
   open(id) {
     this.id = id;
     this.told = null;
+    this.isOver = false;
     this.asked = -Infinity;
     this.root.hidden = false;
     this.title.replaceChildren("Request ", idElement(id));
@@ -50,7 +56,7 @@ export class Story {
     if (request !== undefined) this.renderFacts(request, moment);
     if (this.told) this.renderSentences(moment, isLive);
     const now = performance.now();
-    if (!this.told?.complete && now - this.asked > POLL_MS) {
+    if (!this.isOver && now - this.asked > POLL_MS) {
       this.asked = now;
       this.ask(this.id, moment, isLive);
     }
@@ -60,16 +66,20 @@ export class Story {
     let told;
     try {
       const response = await fetch(`/inspect/requests/${encodeURIComponent(id)}/story`);
-      told = response.ok ? await response.json() : { failed: await errorText(response) };
+      const isGone = response.status === 404;
+      told = response.ok ? await response.json() : { failed: await errorText(response), isGone };
     } catch {
       return; // the connection's banner tells that the server is away
     }
     if (this.id !== id) return;
-    if (told.failed) setText(this.note, `Its story cannot be told: ${told.failed}`);
-    else {
-      this.told = told;
-      this.renderSentences(moment, isLive);
+    if (told.failed) {
+      this.isOver = told.isGone;
+      setText(this.note, `Its story cannot be told: ${told.failed}`);
+      return;
     }
+    this.told = told;
+    this.isOver = told.sentences.some((sentence) => sentence.kind === "finish");
+    this.renderSentences(moment, isLive);
   }
 
   renderFacts(request, moment) {
@@ -84,7 +94,7 @@ export class Story {
         "Answer",
         `${count(request.num_output_tokens)} tokens so far, at most ${count(request.max_total_tokens - request.num_prompt_tokens)}`,
       ],
-      ...(request.status === "finished" ? [] : [["Computed", `${count(request.num_computed_tokens)} tokens`]]),
+      ...(request.status === "finished" ? [] : [["Computed", computedText(request)]]),
       ["First token", `${duration(timeToFirstToken(request))} after arrival`],
       ["Speed", `${rate(tokensPerSecond(request, moment.now))} tokens/s`],
       ["Preempted", `${count(request.num_preemptions)} times`],
@@ -132,6 +142,8 @@ export class Story {
       if (item.children[1].textContent !== text) item.children[1].replaceChildren(...nodes(pieces(text)));
       item.dataset.kind = sentence.kind;
     });
-    setText(this.note, isLive ? "" : "As far as the moment in view.");
+    const lost = "Its beginning is no longer in the journal; times are since the oldest event that is.";
+    const notes = [this.told.complete ? "" : lost, isLive ? "" : "As far as the moment in view."];
+    setText(this.note, notes.filter(Boolean).join(" "));
   }
 }

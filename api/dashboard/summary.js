@@ -1,28 +1,47 @@
 // "What is happening": the moment in plain sentences, for readers of text alone. Sentences are lists of pieces:
 // strings, and {id} for a request.
 
-import { count, duration, percent, pieces, plural, ranges } from "./format.js";
+import { bytes, count, duration, percent, pieces, plural, ranges } from "./format.js";
+import { LATELY_STEPS } from "./state.js";
 
 const MARKS_SHOWN = 3;
-const KNOWN_SECONDS = 0.5;
-/** Evictions and preemptions of the last so many seconds are "lately". */
-const LATELY_SECONDS = 60;
+const LATELY = `in the last ${count(LATELY_STEPS)} steps`;
 
-/** A request's newest wait in words: {present, text}; null where it was never seen to wait. */
-export function waitOf(request, now) {
-  const { lastWait: wait } = request;
-  if (wait === null) return null;
-  const present = wait.until === null && request.status !== "finished";
-  const seconds = (wait.until ?? request.timings.finished ?? now) - wait.since;
-  // Seen from frame to frame, so what is short is not known to the millisecond; the request's story tells it.
-  if (seconds < KNOWN_SECONDS) return { present, text: present ? `waits ${wait.text}` : `waited briefly ${wait.text}` };
-  const length = duration(seconds);
-  return { present, text: present ? `waits ${wait.text}, for ${length} so far` : `waited ${length} ${wait.text}` };
+const WAITED_FOR = {
+  queue: "in the queue",
+  blocks: "for blocks",
+  rows: "for a place",
+  budget: "for the token budget",
+  group: "for its first choice",
+};
+/** Seconds. Shorter waits, such as that for the next step to begin, are nobody's question. */
+const SHORTEST_WAIT = 0.001;
+
+/** What a request waits for, or else how long it waited for what, in words: {present, text}; null where it never did. */
+export function waitOf({ wait, wait_since: since, waited }, now) {
+  if (wait) return { present: true, text: `waits ${wait}, for ${duration(now - since)} so far` };
+  const spans = Object.entries(waited).filter(([, seconds]) => seconds >= SHORTEST_WAIT);
+  if (spans.length === 0) return null;
+  spans.sort(([, one], [, other]) => other - one);
+  const told = spans.map(([reason, seconds]) => `${duration(seconds)} ${WAITED_FOR[reason] ?? `for ${reason}`}`);
+  return { present: false, text: `waited ${told.join(", ")}` };
+}
+
+function secondsWaited({ waited }) {
+  return Object.values(waited).reduce((sum, seconds) => sum + seconds, 0);
 }
 
 /** The sentences of a moment. */
 export function summarise(moment) {
-  return [load(moment), biggest(moment), saved(moment), ...waits(moment), evicted(moment), preempted(moment)];
+  return [
+    load(moment),
+    memory(moment),
+    biggest(moment),
+    saved(moment),
+    ...waits(moment),
+    evicted(moment),
+    preempted(moment),
+  ];
 }
 
 function load({ kv, requests }) {
@@ -30,10 +49,16 @@ function load({ kv, requests }) {
   const sentence = `${plural(kv.requests.running, "request")} run, ${count(kv.requests.waiting)} wait. `;
   const used = `${count(blocks.used)} of ${plural(kv.num_blocks, "block")} are in use (${percent(blocks.used, kv.num_blocks)}), `;
   const rest = `${count(blocks.cached)} cached, ${count(blocks.free)} free, ${count(blocks.pinned)} pinned.`;
-  const reserved = kv.contiguous_blocks
-    ? ` Reserving each running request's full length would hold ${count(kv.contiguous_blocks)}.`
-    : "";
-  return [requests.length ? sentence + used + rest + reserved : `No request runs or waits. ${used}${rest}`];
+  return [(requests.length ? sentence : "No request runs or waits. ") + used + rest];
+}
+
+function memory({ kv }) {
+  const inUse = bytes(kv.blocks.used * kv.bytes.per_block);
+  const wasted = plural(kv.slots.wasted, "slot");
+  const text = `That is ${inUse} of the pool's ${bytes(kv.bytes.pool)}, with ${wasted} wasted in tails.`;
+  if (kv.requests.running === 0) return [text];
+  const reserved = `${plural(kv.contiguous_blocks, "block")} (${bytes(kv.contiguous_blocks * kv.bytes.per_block)})`;
+  return [`${text} Contiguous memory for all that runs would take ${reserved}.`];
 }
 
 function biggest(moment) {
@@ -63,22 +88,25 @@ function waits(moment) {
     const more = others.length ? ` ${count(others.length)} more behind it.` : "";
     return [[{ id: first.id }, ...pieces(` ${text}.${more}`)]];
   }
-  const last = [...moment.requests, ...moment.ended]
-    .filter((request) => request.lastWait !== null)
-    .sort((one, other) => other.lastWait.since - one.lastWait.since)[0];
-  if (last === undefined) return [["No request waits."]];
-  return [
-    ["No request waits. The last one that did: ", { id: last.id }, ...pieces(` ${waitOf(last, moment.now).text}.`)],
-  ];
+  const [held] = moment.requests.filter((request) => request.wait);
+  if (held !== undefined) {
+    return [["No request is queued. ", { id: held.id }, ...pieces(` ${waitOf(held, moment.now).text}.`)]];
+  }
+  const [longest] = [...moment.requests, ...moment.ended]
+    .filter((request) => waitOf(request, moment.now) !== null)
+    .sort((one, other) => secondsWaited(other) - secondsWaited(one));
+  if (longest === undefined) return [["No request waits."]];
+  const text = ` ${waitOf(longest, moment.now).text}.`;
+  return [["No request waits. Of those in view one waited longest: ", { id: longest.id }, ...pieces(text)]];
 }
 
 function evicted(moment) {
-  const lately = moment.evictions.filter((mark) => moment.now - mark.time <= LATELY_SECONDS);
-  if (lately.length === 0) return ["Nothing was evicted lately."];
+  const { evictions: lately } = moment;
+  if (lately.length === 0) return [`Nothing was evicted ${LATELY}.`];
   const blocks = lately.reduce((sum, mark) => sum + mark.number, 0);
   const told = lately.slice(0, MARKS_SHOWN).map((mark) => `${which(mark)} at step ${count(mark.step)}`);
   const rest = lately.length > MARKS_SHOWN ? "; …" : ".";
-  return [`Evicted lately: ${plural(blocks, "block")}, ${told.join("; ")}${rest}`];
+  return [`Evicted ${LATELY}: ${plural(blocks, "block")}, ${told.join("; ")}${rest}`];
 }
 
 function which({ ids, number }) {
@@ -91,8 +119,8 @@ function shortRanges(ids) {
 }
 
 function preempted(moment) {
-  const mark = moment.preemptions.find(({ time }) => moment.now - time <= LATELY_SECONDS);
-  if (mark === undefined) return [`No request was preempted lately (${count(moment.kv.preemptions)} in all).`];
+  const [mark] = moment.preemptions;
+  if (mark === undefined) return [`No request was preempted ${LATELY} (${count(moment.kv.preemptions)} in all).`];
   const begin = [{ id: mark.id }, ` was preempted at step ${count(mark.step)}`];
   if (mark.forId === null) return [...begin, "."];
   const whom = mark.forId === mark.id ? "itself, the last in the order" : { id: mark.forId };

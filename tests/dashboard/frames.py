@@ -39,11 +39,21 @@ def request(number: int, blocks: list[int], **fields: Any) -> dict[str, Any]:
         "max_total_tokens": 160,
         "num_preemptions": 0,
         "timings": timings,
+        "context_start": 0,
         "wait": None,
+        "wait_since": None,
+        "waited": {},
         "table": {"first": 0, "ids": blocks},
         **counts,
         **fields,
     }
+
+
+def step_record(step: int, **fields: Any) -> dict[str, Any]:
+    """A step that decoded a token of one request."""
+    numbers = {"num_requests": 1, "prefill_tokens": 0, "decode_tokens": 1, "token_budget": 256, "num_running": 1}
+    lists = {"preempted": [], "finished": []}
+    return {"step": step, "started": step / 10, "time_ms": 5.0, "evicted": 0, **numbers, **lists, **fields}
 
 
 def frame(number: int, step: int, pool: Any, *, changed: Sequence[int] | None = None, **fields: Any) -> dict[str, Any]:
@@ -71,6 +81,7 @@ def frame(number: int, step: int, pool: Any, *, changed: Sequence[int] | None = 
     else:
         table["ids"] = base64.b64encode(np.array(changed, dtype="<u4").tobytes()).decode()
     return {
+        "run": "first",
         "frame": number,
         "full": changed is None,
         "step": step,
