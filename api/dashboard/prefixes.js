@@ -90,7 +90,7 @@ export class PrefixTree {
     const rest = answer.left_out ? `, ${plural(answer.left_out, "more chain")} not told` : "";
     const note = all.length
       ? `${plural(all.length, "chain")}, ${plural(held, "block")} on the device${rest}`
-      : "The cache is empty.";
+      : "The cache is empty";
     setText(this.root.querySelector("#prefixes-note"), `${note}. As of step ${count(answer.step)}.`);
     const longest = Math.max(1, ...all.map(({ node, start }) => start + node.num_blocks));
     const kept = new Set(shown.map(({ node }) => String(node.id)));

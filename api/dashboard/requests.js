@@ -77,7 +77,9 @@ export class RequestRows {
       this.root.querySelector("#requests-count"),
       `${count(moment.kv.requests.running)} running, ${count(moment.kv.requests.waiting)} waiting`,
     );
-    this.root.querySelector("#no-requests").hidden = shown.length > 0;
+    const none = this.root.querySelector("#no-requests");
+    none.hidden = shown.length > 0;
+    setText(none, wanted ? `No request matches “${wanted}”.` : "No requests. Send some chats and watch the blocks move.");
     const first = Math.max(0, Math.floor(this.body.scrollTop / height) - EXTRA_ROWS);
     const last = Math.min(
       shown.length,

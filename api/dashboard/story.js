@@ -1,6 +1,6 @@
 // One request opened: its facts, its logical table block by block, and its story as the server tells it.
 
-import { count, duration, element, idElement, nodes, percent, pieces, rate, setText } from "./format.js";
+import { count, duration, element, idElement, nodes, percent, pieces, plural, rate, setText } from "./format.js";
 import { stateText, timeToFirstToken, tokensPerSecond } from "./requests.js";
 import { errorText } from "./sse.js";
 import { waitOf } from "./summary.js";
@@ -97,7 +97,7 @@ export class Story {
       ...(request.status === "finished" ? [] : [["Computed", computedText(request)]]),
       ["First token", `${duration(timeToFirstToken(request))} after arrival`],
       ["Speed", `${rate(tokensPerSecond(request, moment.now))} tokens/s`],
-      ["Preempted", `${count(request.num_preemptions)} times`],
+      ["Preempted", plural(request.num_preemptions, "time")],
       ["Waits", wait?.text ?? "none seen"],
       ...(request.tenant ? [["Tenant", request.tenant]] : []),
     ];

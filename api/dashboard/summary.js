@@ -46,7 +46,8 @@ export function summarise(moment) {
 
 function load({ kv, requests }) {
   const { blocks } = kv;
-  const sentence = `${plural(kv.requests.running, "request")} run, ${count(kv.requests.waiting)} wait. `;
+  const { running, waiting } = kv.requests;
+  const sentence = `${plural(running, "request")} ${running === 1 ? "runs" : "run"}, ${count(waiting)} ${waiting === 1 ? "waits" : "wait"}. `;
   const used = `${count(blocks.used)} of ${plural(kv.num_blocks, "block")} are in use (${percent(blocks.used, kv.num_blocks)}), `;
   const rest = `${count(blocks.cached)} cached, ${count(blocks.free)} free, ${count(blocks.pinned)} pinned.`;
   return [(requests.length ? sentence : "No request runs or waits. ") + used + rest];
