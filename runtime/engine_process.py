@@ -310,8 +310,10 @@ def main(log_level: str) -> int:
         # Said by the step that failed. Whoever waits learns it from this process' end.
         logger.exception("the engine ends")
         code = 1
-    if recorder is not None:
-        recorder.close()
+    finally:
+        # The last step, which may be the one that failed, has not been recorded yet.
+        if recorder is not None:
+            recorder.close()
     socket.close(linger=1000)
     return code
 

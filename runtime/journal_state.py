@@ -32,6 +32,8 @@ from pageframe.runtime.journal import (
 )
 
 NO_BLOCK = -1
+#: Entries of a table; whatever says more is damaged, and must not take the memory for them.
+MAX_TABLE = 2**24
 TO_HOST, TO_DEVICE = "to_host", "to_device"
 
 
@@ -57,7 +59,11 @@ class JournalState:
         self._preempted: set[str] = set()
 
     def apply(self, events: Iterable[Event]) -> None:
-        """Take further events, in the order written."""
+        """Take further events, in the order written.
+
+        Raises:
+            LookupError, ValueError: they do not fit to what stands.
+        """
         for event in events:
             self.step, self.time = event.step, event.time
             handle = getattr(self, f"_on_{event.kind}", None)
@@ -102,8 +108,8 @@ class JournalState:
         state.step, state.time = int(snapshot["step"]), float(snapshot["time"])
         state.tables = {int(row): [int(block_id) for block_id in ids] for row, ids in snapshot["tables"]}
         state.running = {str(request_id): int(row) for request_id, row in snapshot["running"].items()}
-        state.waiting = set(snapshot["waiting"])
-        state.following = dict(snapshot["following"])
+        state.waiting = {str(request_id) for request_id in snapshot["waiting"]}
+        state.following = {str(request_id): str(leader) for request_id, leader in snapshot["following"].items()}
         state.indexed = {int(block_id) for block_id in snapshot["indexed"]}
         state.host = {int(slot): str(request_id) for slot, request_id in snapshot["host"]}
         state.published_by = {int(block_id): str(request_id) for block_id, request_id in snapshot["published_by"]}
@@ -158,6 +164,8 @@ class JournalState:
 
     def _append(self, event: AllocateEvent | ShareEvent) -> None:
         table = self.tables[event.row]
+        if event.first_index > MAX_TABLE:
+            raise ValueError(f"no table has {event.first_index:,} entries")
         if not table:
             table += [NO_BLOCK] * event.first_index  # a fork of a row whose first blocks are behind the window
         table += event.block_ids

@@ -174,25 +174,56 @@ def recorded(recording: Recording, requests: Sequence[Arrival]) -> Outcome:
     )
 
 
+class ReplayError(Exception):
+    """This recording cannot be replayed so; the message is a line."""
+
+
+def _number(header: dict[str, Any], name: str, least: int = 1) -> int:
+    value = header.get(name)
+    if type(value) is not int or not least <= value < 2**31:
+        raise ReplayError(f"its first line says {name} is {value!r}: a replay needs a number")
+    return value
+
+
+def _number_or_none(header: dict[str, Any], name: str) -> int | None:
+    return None if name in header and header[name] is None else _number(header, name)
+
+
 def _resolved(header: dict[str, Any], num_blocks: int, host_slots: int) -> ResolvedConfig:
-    block_size = int(header["block_size"])
+    """The recorded settings, but for the pool.
+
+    Raises:
+        ReplayError: there is none that can serve like the recorded one.
+    """
+    block_size, has_prefix_cache = _number(header, "block_size"), header.get("prefix_cache")
+    if not isinstance(has_prefix_cache, bool):
+        raise ReplayError(f"its first line says prefix_cache is {has_prefix_cache!r}: a replay needs true or false")
+    if host_slots and not has_prefix_cache:
+        raise ReplayError("the prefix cache was off: there is no host memory to be replayed")
+    max_model_len = min(_number(header, "max_model_len"), num_blocks * block_size)
+    slide_by = _number_or_none(header, "slide_by")
+    if slide_by is not None and slide_by > max_model_len:
+        raise ReplayError(f"contexts slid by {slide_by:,} tokens: {num_blocks:,} blocks of {block_size} hold fewer")
+    window = _number_or_none(header, "window")
     return ResolvedConfig(
-        model_name=str(header["model_name"]),
-        model=ModelConfig("none", 2**31 - 1, 8, 8, 1, 1, 1, 8, 1 << 30, 1e-5),
+        model_name=str(header.get("model_name")),
+        model=ModelConfig("none", 2**31 - 1, 8, 8, 1, 1, 1, 8, 1 << 30, 1e-5, windows=(window,)),
         dtype="float32",
         compute_dtype="float32",
         device="cpu",
         backend="reference",
         block_size=block_size,
         num_blocks=num_blocks,
-        max_model_len=min(int(header["max_model_len"]), num_blocks * block_size),
-        max_num_requests=int(header["max_num_requests"]),
-        max_num_batched_tokens=int(header["max_num_batched_tokens"]),
-        mixed_token_budget=header["mixed_token_budget"],
+        max_model_len=max_model_len,
+        max_num_requests=_number(header, "max_num_requests"),
+        max_num_batched_tokens=_number(header, "max_num_batched_tokens"),
+        mixed_token_budget=_number_or_none(header, "mixed_token_budget"),
         threads=1,
         kv_bytes_per_token=1,
         pool_bytes=block_size * num_blocks,
+        prefix_cache=has_prefix_cache,
         host_slots=host_slots,
+        slide_by=slide_by,
     )
 
 
@@ -216,18 +247,30 @@ def main(arguments: list[str] | None = None) -> int:
     if not requests:
         print(f"replay_journal: {options.file} holds no request from its arrival to its end", file=sys.stderr)
         return 1
-    own = int(recording.header["num_blocks"])
-    sizes = options.blocks or [max(own // 2, 1), own * 2, own * 4]
-    runs = [
-        (own, int(recording.header["host_slots"])),
-        *((size, slots) for size in sizes for slots in options.host_slots),
-    ]
+    try:
+        outcomes = _replay_all(recording, requests, options.blocks, options.host_slots)
+    except ReplayError as error:
+        print(f"replay_journal: {options.file} cannot be replayed: {error}", file=sys.stderr)
+        return 1
+    show(outcomes, len(requests))
+    return 0
+
+
+def _replay_all(
+    recording: Recording, requests: Sequence[Arrival], blocks: Sequence[int] | None, host_slots: Sequence[int]
+) -> list[Outcome]:
+    """What was recorded, the same replayed, and every pool asked for."""
+    header = recording.header
+    own = _number(header, "num_blocks")
+    sizes = blocks or [max(own // 2, 1), own * 2, own * 4]
+    pools = [(own, _number(header, "host_slots", least=0)), *((size, slots) for size in sizes for slots in host_slots)]
+    configs = [_resolved(header, num_blocks, slots) for num_blocks, slots in pools]
     outcomes = [recorded(recording, requests)]
     with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("replaying", total=len(runs) * len(requests))
-        for num_blocks, host_slots in runs:
-            fitting = [request for request in requests if _fits(request, recording, num_blocks)]
-            name = f"{num_blocks:,} blocks" + (f", {host_slots:,} in host memory" if host_slots else "")
+        task = bar.add_task("replaying", total=len(pools) * len(requests))
+        for (num_blocks, slots), config in zip(pools, configs, strict=True):
+            fitting = [request for request in requests if _fits(request, config)]
+            name = f"{num_blocks:,} blocks" + (f", {slots:,} in host memory" if slots else "")
             name += f" ({len(requests) - len(fitting)} do not fit)" if len(fitting) < len(requests) else ""
             if fitting:
                 outcomes.append(
@@ -236,17 +279,17 @@ def main(arguments: list[str] | None = None) -> int:
                         fitting,
                         name,
                         num_blocks=num_blocks,
-                        host_slots=host_slots,
+                        host_slots=slots,
                         advance=lambda: bar.advance(task),
                     )
                 )
-    show(outcomes, len(requests))
-    return 0
+    return outcomes
 
 
-def _fits(request: Arrival, recording: Recording, num_blocks: int) -> bool:
-    longest = min(int(recording.header["max_model_len"]), num_blocks * int(recording.header["block_size"]))
-    return len(request.prompt) + len(request.output) <= longest
+def _fits(request: Arrival, config: ResolvedConfig) -> bool:
+    if config.slide_by is not None:
+        return len(request.prompt) < config.max_model_len
+    return len(request.prompt) + len(request.output) <= config.max_model_len
 
 
 def show(outcomes: Sequence[Outcome], num_requests: int) -> None:

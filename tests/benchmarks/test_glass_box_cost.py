@@ -7,28 +7,39 @@ import pytest
 from pageframe.benchmarks.experiments import cpu_attention, glass_box_cost, watching
 from pageframe.benchmarks.experiments.peers_http import Load
 from pageframe.benchmarks.experiments.watching import Run
-from pageframe.runtime.journal import Journal, StepEvent
+from pageframe.runtime.journal import FinishEvent, Journal, StepEvent
 
 
 def test_the_engines_compared_do_the_same_and_one_of_them_tells_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     silent, told = glass_box_cost.SilentJournal(), Journal()
-    engines = [glass_box_cost.make_engine(journal, 4, 200, 10) for journal in (silent, told)]
-    for _ in range(5):
-        for engine in engines:
-            assert glass_box_cost.step_microseconds(engine) > 0
+    served = [glass_box_cost.make_traffic(journal, 4, 400) for journal in (silent, told)]
+    for _ in range(200):
+        for traffic in served:
+            assert glass_box_cost.step_microseconds(traffic) > 0
+            assert traffic.engine.scheduler.num_running >= 3
     assert silent.written == 0
-    assert sum(isinstance(event, StepEvent) for event in told) == 1 + 5
-    rows = [engine.scheduler.rows.num_tokens[:4].tolist() for engine in engines]
+    assert sum(isinstance(event, StepEvent) for event in told) == 1 + 200
+    rows = [traffic.engine.scheduler.rows.num_tokens[:4].tolist() for traffic in served]
     assert rows[0] == rows[1]
+    assert served[0].num_arrived == served[1].num_arrived > 4, "they come and go"
+    assert any(isinstance(event, FinishEvent) for event in told)
     assert glass_box_cost.main(["--quick"]) == 0
-    assert "The journal takes" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "The journal takes" in printed
+    assert "Its recording takes" in printed
 
 
 @pytest.mark.parametrize(
-    ("journal_us", "frame_us", "is_met"), [(30.0, 2_500.0, True), (31.0, 2_500.0, False), (30.0, 2_600.0, False)]
+    ("journal_us", "recording_us", "frame_us", "is_met"),
+    [
+        (30.0, 30.0, 2_500.0, True),
+        (31.0, 30.0, 2_500.0, False),
+        (30.0, 31.0, 2_500.0, False),
+        (30.0, 30.0, 2_600.0, False),
+    ],
 )
-def test_a_target_missed_is_told(journal_us: float, frame_us: float, is_met: bool) -> None:
-    ways = [[100.0] * 3, [100.0 + journal_us] * 3, [500.0] * 3, [100.0] * 3]
+def test_a_target_missed_is_told(journal_us: float, recording_us: float, frame_us: float, is_met: bool) -> None:
+    ways = [[100.0] * 3, [100.0 + journal_us] * 3, [100.0 + journal_us + recording_us] * 3, [100.0] * 3]
     assert glass_box_cost.report(ways, [frame_us] * 3, 256, 20_000) is is_met
 
 

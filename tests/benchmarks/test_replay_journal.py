@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fakes.engines import tiny_config
@@ -65,6 +68,77 @@ def test_more_memory_finds_no_less(recording: Recording) -> None:
     assert [size.hit_tokens for size in sizes] == sorted(size.hit_tokens for size in sizes)
     assert (sizes[-1].evicted, sizes[-1].preemptions) == (0, 0)
     assert replayed(recording, 12, host_slots=200).hit_tokens > sizes[0].hit_tokens
+
+
+def recorded_run(path: Path, prompts: Iterable[list[int]], max_tokens: int, **settings: Any) -> Recording:
+    """One request after the other."""
+    simulation = Simulation(tiny_config(block_size=4, **settings))
+    recorder = JournalRecorder(simulation.engine, path, max_bytes=2**30)
+    for prompt in prompts:
+        simulation.add(prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+        while simulation.live:
+            simulation.step()
+            recorder.record()
+    recorder.close()
+    return read_journal(path)
+
+
+def test_without_a_prefix_cache_nothing_is_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recording = recorded_run(tmp_path / "j", [[1] * 12, [1] * 12], 3, num_blocks=24, prefix_cache=False)
+    again = replay_journal.replay(recording, replay_journal.arrivals(recording), "", num_blocks=24, host_slots=0)
+    assert again.hit_tokens == 0
+    assert again.lookup_tokens == replay_journal.recorded(recording, replay_journal.arrivals(recording)).hit_tokens == 0
+    assert replay_journal.main([str(tmp_path / "j"), "--blocks", "48", "--host-slots", "9"]) == 1
+    assert "cannot be replayed: the prefix cache was off" in capsys.readouterr().err
+
+
+def test_contexts_slide_as_they_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recording = recorded_run(tmp_path / "j", [[1] * 12, [2] * 12], 60, num_blocks=24, max_model_len=32, slide_by=16)
+    requests = replay_journal.arrivals(recording)
+    assert [len(request.output) for request in requests] == [60, 60]
+    again = replay_journal.replay(recording, requests, "", num_blocks=24, host_slots=0)
+    assert again.seconds > 0
+    assert replay_journal.main([str(tmp_path / "j"), "--blocks", "48"]) == 0
+    told = capsys.readouterr().out
+    assert "48 blocks" in told
+    assert "do not fit" not in told
+    assert replay_journal.main([str(tmp_path / "j"), "--blocks", "3"]) == 1
+    assert "cannot be replayed: contexts slid by 16 tokens: 3 blocks of 4 hold fewer" in capsys.readouterr().err
+
+
+def test_what_a_window_has_passed_is_given_back(tmp_path: Path) -> None:
+    """Two long requests that fit side by side only so."""
+    simulation = Simulation(tiny_config(num_blocks=12, window=8))
+    recorder = JournalRecorder(simulation.engine, tmp_path / "j", max_bytes=2**30)
+    for token in (1, 2):
+        simulation.add([token] * 5, SamplingParams(max_tokens=40, ignore_eos=True))
+    while simulation.live:
+        simulation.step()
+        recorder.record()
+    recorder.close()
+    recording = read_journal(tmp_path / "j")
+    assert recording.header["window"] == 8
+    assert simulation.counts["preemptions"] == 0
+    again = replay_journal.replay(recording, replay_journal.arrivals(recording), "", num_blocks=12, host_slots=0)
+    assert again.preemptions == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("block_size", "4"), ("num_blocks", None), ("prefix_cache", None), ("slide_by", "no"), ("window", 0)],
+)
+def test_settings_that_are_not_known_are_refused_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, value: Any
+) -> None:
+    recorded_run(tmp_path / "j", [[1] * 12], 3, num_blocks=24)
+    first, *lines = (tmp_path / "j").read_text().splitlines()
+    (tmp_path / "j").write_text("\n".join([json.dumps(json.loads(first) | {name: value}), *lines]) + "\n")
+    assert replay_journal.main([str(tmp_path / "j")]) == 1
+    told = capsys.readouterr().err
+    assert f"its first line says {name} is {value!r}" in told
+    assert told.count("\n") == 1
 
 
 def test_the_command(path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,68 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import json
 import random
-import shutil
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fakes.engines import tiny_config
+from fakes.recording import LARGE, record, serve, shape
 from fakes.simulation import Simulation
 from fakes.workload import Workload, random_config
 
-from pageframe.runtime import journal_recorder
+from pageframe.api.perfetto import make_trace
 from pageframe.runtime.errors import StartupError
 from pageframe.runtime.journal_file import JournalFileError, Recording, read_journal
+from pageframe.runtime.journal_json import event_json
 from pageframe.runtime.journal_recorder import JournalRecorder, state_now
 from pageframe.runtime.journal_state import JournalState
 from pageframe.runtime.request import SamplingParams
 from pageframe.runtime.story import tell
-
-LARGE = 2**30
-
-
-def record(
-    path: Path,
-    run: Callable[[Simulation, Callable[[], None]], None],
-    *,
-    simulation: Simulation | None = None,
-    **settings: Any,
-) -> tuple[Recording, Simulation]:
-    """`run` gets the simulation and what is to be called after a step."""
-    simulation = simulation or Simulation(tiny_config(num_blocks=16))
-    recorder = JournalRecorder(simulation.engine, path, **({"max_bytes": LARGE} | settings))
-    run(simulation, recorder.record)
-    recorder.record()
-    recorder.close()
-    return read_journal(path), simulation
-
-
-def serve(simulation: Simulation, recorded: Callable[[], None], *prompts: list[int], **fields: Any) -> None:
-    for prompt in prompts:
-        simulation.add(prompt, SamplingParams(max_tokens=3, ignore_eos=True), **fields)
-        while simulation.live:
-            simulation.step()
-            recorded()
-
-
-def shape(state: JournalState) -> dict[str, Any]:
-    snapshot = state.snapshot()
-    indexed = set(snapshot["indexed"])
-    return {
-        "tables": sorted(snapshot["tables"]),
-        "running": snapshot["running"],
-        "waiting": snapshot["waiting"],
-        "following": snapshot["following"],
-        "indexed": snapshot["indexed"],
-        "host": sorted(slot for slot, _ in snapshot["host"]),
-        # What a block held before it was handed out for something else tells nobody anything.
-        "published_by": sorted(entry for entry in snapshot["published_by"] if entry[0] in indexed),
-        "pins": sorted(snapshot["pins"]),
-    }
 
 
 def test_all_events_come_back_as_they_were(tmp_path: Path) -> None:
@@ -93,7 +53,7 @@ def test_at_every_step_the_state_rebuilt_is_the_one_that_was(tmp_path: Path, see
     recording, _ = record(tmp_path / "j", run, simulation=simulation, max_bytes=24_000)
     assert (tmp_path / "j.1").exists()
     oldest = recording.events[0].step
-    begins_in_the_middle = [state for _, state in recording.states if state.running]
+    begins_in_the_middle = [state for _, state in recording.states if state is not None and state.running]
     assert len(begins_in_the_middle) >= 1
     # The journal of a step goes on until the next begins: clients come and go between two.
     checked = 0
@@ -109,6 +69,7 @@ def step_goes_on(recording: Recording, step: int, expected: dict[str, Any]) -> b
     begin, known = max(
         (entry for entry in recording.states if entry[0] <= first_of(recording, step)), key=lambda entry: entry[0]
     )
+    assert known is not None
     state = JournalState.load(known.snapshot())
     for index, event in enumerate(recording.events[begin:], begin):
         if event.step > step:
@@ -199,47 +160,6 @@ def test_what_is_no_file_is_not_moved_aside(path: str) -> None:
     assert Path(path).exists()
 
 
-def test_a_disk_that_fails_ends_the_recording_and_nothing_else(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The folder goes away; the next file cannot be begun."""
-    folder = tmp_path / "gone"
-    folder.mkdir()
-    simulation = Simulation(tiny_config(num_blocks=16))
-    recorder = JournalRecorder(simulation.engine, folder / "j", max_bytes=100)
-    serve(simulation, recorder.record, [1] * 5)
-    shutil.rmtree(folder)
-    for number in range(50):
-        serve(simulation, recorder.record, [2 + number] * 5)
-    recorder.close()
-    recorder.record()
-    assert "the journal is recorded no further" in caplog.text
-    assert "No such file or directory" in caplog.text
-
-
-def test_a_disk_that_is_too_slow_costs_events_and_a_line_says_which(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run(simulation: Simulation, recorded: Callable[[], None]) -> None:
-        simulation.add([1] * 9, SamplingParams(max_tokens=8, ignore_eos=True))
-        simulation.step()
-        recorded()
-        monkeypatch.setattr(journal_recorder, "MAX_WAITING", -1)
-        simulation.step()
-        recorded()
-        monkeypatch.setattr(journal_recorder, "MAX_WAITING", 1_000)
-        for _ in range(3):
-            simulation.step()
-            recorded()
-
-    recording, simulation = record(tmp_path / "j", run)
-    dropped = [event for event in simulation.engine.journal if event not in recording.events]
-    assert {event.step for event in dropped} == {2}
-    assert any("were not recorded" in notice for notice in recording.notices)
-    # From the next file on, which begins with how things stand, everything is known again.
-    assert shape(recording.state_at(10**9)) == shape(state_now(simulation.engine))
-
-
 # ---- damage ---------------------------------------------------------------------------------------------------------
 
 
@@ -274,6 +194,7 @@ def test_another_version_opens_as_far_as_it_goes(recorded: Path) -> None:
     assert len(part.events) == len(whole.events) - 1
     assert part.events == whole.events[:2] + whole.events[3:]
     assert any("version 2 of the format" in notice for notice in part.notices)
+    assert "events 2 to 2 are missing" in part.notices
     assert any("1 of " in notice and "unknown form" in notice for notice in part.notices)
 
 
@@ -305,6 +226,123 @@ def test_what_is_no_recording_is_refused(tmp_path: Path, content: bytes) -> None
         read_journal(tmp_path / "y")
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"step": "3"},
+        {"time": None},
+        {"time": 1e300},
+        {"row": 1.5},
+        {"row": True},
+        {"row": 10**30},
+        {"request_id": 7},
+        {"request_id": "\ud800"},
+        {"block_ids": "123"},
+        {"block_ids": [[1]]},
+        {"block_ids": ["1"]},
+        {"id": None},
+    ],
+)
+def test_a_field_of_another_type_makes_a_line_of_an_unknown_form(recorded: Path, changed: dict[str, Any]) -> None:
+    whole = read_journal(recorded)
+    lines = recorded.read_text().splitlines()
+    place = next(place for place, line in enumerate(lines) if '"kind":"allocate"' in line)
+    event = json.loads(lines[place])
+    lines[place] = json.dumps(event | changed)
+    recorded.write_text("\n".join(lines) + "\n")
+    part = read_journal(recorded)
+    assert part.events == [other for number, other in enumerate(whole.events) if number != event["id"]]
+    assert any("1 of " in notice and "unknown form" in notice for notice in part.notices)
+    assert f"events {event['id']} to {event['id']} are missing" in part.notices
+
+
+def test_events_that_come_again_are_passed_over(recorded: Path) -> None:
+    whole, lines = read_journal(recorded), recorded.read_text().splitlines()
+    recorded.write_text("\n".join([*lines[:9], *lines[4:9], *lines[9:], lines[1]]) + "\n")
+    part = read_journal(recorded)
+    assert part.events == whole.events
+    assert part.notices == []
+
+
+def test_behind_missing_events_the_state_is_not_known(recorded: Path) -> None:
+    whole, lines = read_journal(recorded), recorded.read_text().splitlines()
+    last = whole.events[-1].step
+    place = next(place for place, line in enumerate(lines) if f'"step":{last - 1},' in line)
+    missing = json.loads(lines[place])["id"]
+    recorded.write_text("\n".join([*lines[:place], *lines[place + 1 :]]) + "\n")
+    part = read_journal(recorded)
+    assert part.notices == [f"events {missing} to {missing} are missing"]
+    assert shape(part.state_at(last - 3)) == shape(whole.state_at(last - 3))
+    with pytest.raises(JournalFileError, match=f"after step {last} is not known: events before it are missing"):
+        part.state_at(last)
+
+
+def test_events_that_do_not_fit_together_are_no_state(recorded: Path) -> None:
+    text = recorded.read_text()
+    recorded.write_text(re.sub(r'("kind":"admit".*?"row":)\d+', r"\g<1>7", text))
+    with pytest.raises(JournalFileError, match="the events before it do not fit together"):
+        read_journal(recorded).state_at(10**9)
+    recorded.write_text(re.sub(r'("kind":"allocate".*?"first_index":)\d+', r"\g<1>9999999999", text))
+    with pytest.raises(JournalFileError, match="the events before it do not fit together"):
+        read_journal(recorded).state_at(10**9)
+
+
+def test_files_that_move_on_while_they_are_read_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recording goes on whenever a file is opened."""
+    prompts = ([number + 1] * 9 for number in range(60))
+    record(tmp_path / "all", lambda sim, done: serve(sim, done, *prompts), max_bytes=8_000)
+    files = [(tmp_path / f"all.{number}").read_bytes() for number in (4, 3, 2, 1)] + [(tmp_path / "all").read_bytes()]
+    path, opening = tmp_path / "j", Path.open
+    written, opened = 0, 0
+
+    def write_next() -> None:
+        nonlocal written
+        for number in (3, 2, 1, 0):
+            older = tmp_path / ("j" if not number else f"j.{number}")
+            if older.exists():
+                older.replace(tmp_path / f"j.{number + 1}")
+        with open(path, "wb") as file:
+            file.write(files[written])
+        written += 1
+
+    for moment in range(1, 6):
+        written, opened = 0, 0
+        for file in tmp_path.glob("j*"):
+            file.unlink()
+        for _ in range(3):
+            write_next()
+
+        def moving(file: Path, *settings: Any, moment: int = moment) -> Any:
+            nonlocal opened
+            try:
+                return opening(file, *settings)
+            finally:
+                opened += 1
+                if opened == moment:
+                    write_next()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "open", moving)
+            part = read_journal(path)
+        assert written == 4
+        assert part.notices == []
+        numbers = [line["id"] for file in files[:3] for line in map(json.loads, file.splitlines()) if "id" in line]
+        assert len(part.events) == len(numbers)
+
+
+WEIRD = (None, True, -1, 0, 2**63, -(2**70), 1e308, "", "nobody", [], [-1], [10**9], {}, "\ud800")
+
+
+def look_at_everything(path: Path, rng: random.Random) -> None:
+    """Nothing but a JournalFileError may come of it."""
+    with contextlib.suppress(JournalFileError):
+        recording = read_journal(path)
+        for request_id in {event.request_id for event in recording.events}:
+            tell(recording.events, request_id)
+        make_trace(event_json(number, event) for number, event in enumerate(recording.events))
+        recording.state_at(rng.randrange(20))
+
+
 def test_random_damage_never_raises_anything_else(recorded: Path) -> None:
     rng, data = random.Random(7), recorded.read_bytes()
     for _ in range(150):
@@ -312,8 +350,28 @@ def test_random_damage_never_raises_anything_else(recorded: Path) -> None:
         for _ in range(rng.randint(1, 20)):
             damaged[rng.randrange(len(damaged))] = rng.randrange(256)
         recorded.write_bytes(bytes(damaged))
-        try:
-            part = read_journal(recorded)
-        except JournalFileError:
-            continue
-        assert all(dataclasses.is_dataclass(event) for event in part.events)
+        look_at_everything(recorded, rng)
+
+
+def test_no_value_of_any_field_raises_anything_else(tmp_path: Path) -> None:
+    """In lines of all kinds: it begins in the middle of things, with a state."""
+    simulation = Simulation(tiny_config(num_blocks=12, max_num_requests=2, host_slots=4))
+    for token in (1, 2, 3):
+        simulation.add([token] * 9, SamplingParams(max_tokens=9, ignore_eos=True))
+    simulation.step()
+    path = tmp_path / "j"
+    record(path, lambda sim, done: serve(sim, done, [1] * 9), simulation=simulation)
+    rng, lines = random.Random(8), path.read_text().splitlines()
+    lines += ['{"kind": "gap", "from": 7000, "to": 7001}', '{"kind": "notice", "text": "more"}']
+    for place, line in enumerate(lines):
+        content = json.loads(line)
+        for name, of_engine in content.items():
+            values = [rng.choice(WEIRD)]
+            if isinstance(of_engine, str):
+                values.append("nobody")
+            elif content["kind"] == "state":
+                values += [*WEIRD, *([weird, "r1"] for weird in WEIRD), *({"r1": weird} for weird in WEIRD)]
+            for value in values:
+                damaged = json.dumps(content | {name: value})
+                path.write_text("\n".join([*lines[:place], damaged, *lines[place + 1 :]]) + "\n")
+                look_at_everything(path, rng)
