@@ -40,22 +40,23 @@ from pageframe.benchmarks.experiments.server_process import RunningServer, runni
 
 NUM_BLOCKS = 20_000
 FRAMES_TARGET, CORE_TARGET, LOST_TARGET = 10.0, 0.10, 0.03
-#: Counts the frames that come until its standard input is closed, then prints how many a second.
+#: Counts the frames that come until its standard input is closed, then prints how many a second, in the median of the
+#: seconds in which any came (an engine that does nothing has none to tell), and the bytes of these seconds.
 READER = """
-import sys, threading, time, urllib.request
+import collections, statistics, sys, threading, time, urllib.request
 response = urllib.request.urlopen(sys.argv[1] + "/inspect/live")
 done = threading.Event()
 threading.Thread(target=lambda: (sys.stdin.read(), done.set()), daemon=True).start()
-frames, size, first = 0, 0, None
+frames, sizes = collections.Counter(), collections.Counter()
 print("reading", flush=True)
 while not done.is_set():
     line = response.readline()
-    if line.startswith(b"event: frame"):
-        first = first or time.monotonic()
-        frames += 1
-    size += len(line)
-seconds = time.monotonic() - (first or time.monotonic())
-print(frames / seconds if seconds else 0, size / seconds if seconds else 0, flush=True)
+    second = int(time.monotonic())
+    frames[second] += line.startswith(b"event: frame")
+    sizes[second] += len(line)
+busy = [second for second, number in frames.items() if number]
+middle = lambda counts: statistics.median(counts[second] for second in busy) if busy else 0
+print(middle(frames), middle(sizes), flush=True)
 """
 
 
@@ -126,8 +127,9 @@ def measure(
     with Progress(console=Console(stderr=True), transient=True) as bar, running_server(*flags) as server:
         task = bar.add_task("serving", total=2 * pairs)
         for pair in range(pairs):
-            for is_watched in (False, True) if pair % 2 == 0 else (True, False):
-                run = run_once(server, load, watchers if is_watched else 0, seed=pair)
+            for place, is_watched in enumerate((False, True) if pair % 2 == 0 else (True, False)):
+                # Other prompts each time: those of the run before would be found computed.
+                run = run_once(server, load, watchers if is_watched else 0, seed=1 + 2 * pair + place)
                 (watched if is_watched else without).append(run)
                 bar.advance(task)
         if browser:
@@ -179,8 +181,8 @@ def report(without: list[Run], watched: list[Run], load: Load, num_blocks: int) 
     size = median(run.bytes_per_second / len(run.frames) for run in watched)
     console.print(
         f"Throughput lost while {len(watched[0].frames)} watch: {median(lost):.2%} in the median of the pairs, "
-        f"{mean(lost):.2%} in the mean (95% interval {mean(lost) - margin:.2%} to {mean(lost) + margin:.2%}); the target "
-        f"is under {LOST_TARGET:.0%}. By pair: {', '.join(f'{share:.1%}' for share in lost)}.\n"
+        f"{mean(lost):.2%} in the mean (95% interval {mean(lost) - margin:.2%} to {mean(lost) + margin:.2%}); the "
+        f"target is under {LOST_TARGET:.0%}. By pair: {', '.join(f'{share:.1%}' for share in lost)}.\n"
         f"Each gets {frames:.1f} frames a second (target {FRAMES_TARGET:.0f}), {size / 1e3:.0f} kB/s; they take "
         f"{core:.1%} of a core in the HTTP process (target under {CORE_TARGET:.0%})."
     )
