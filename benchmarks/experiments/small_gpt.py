@@ -121,7 +121,7 @@ def show(results: Results, text: str, options: argparse.Namespace, threads: int)
         write_json(options.json, content)
     if options.plot is not None and results.longest().token_ids:
         draw_plot(results, options.plot)
-        console.print(f"plot: {options.plot}")
+        console.print(f"plot: {options.plot}", soft_wrap=True)  # a path that is broken cannot be copied
 
 
 def run(options: argparse.Namespace) -> int:
