@@ -238,6 +238,7 @@ def request_numbers(engine: Engine, request: Request) -> Json:
     num_tokens = len(request.token_ids)
     if running:
         num_tokens = request.context_start + int(scheduler.rows.num_tokens[row])
+    wait = request.waits[-1] if request.waits and request.waits[-1].until is None else None
     return {
         "status": request.status.value,
         "finish_reason": None if request.finish_reason is None else request.finish_reason.value,
@@ -255,18 +256,10 @@ def request_numbers(engine: Engine, request: Request) -> Json:
             "first_token": request.first_token_time,
             "finished": request.finish_time,
         },
-        "wait": current_wait(request),
+        "wait": None if wait is None else wait_in_words(wait.reason, wait.needed, wait.free, wait.behind),
         "waited": {reason: seconds for reason, seconds in request.waited.items() if seconds},
-        "wait_since": request.waits[-1].since if current_wait(request) is not None else None,
+        "wait_since": None if wait is None else wait.since,
     }
-
-
-def current_wait(request: Request) -> str | None:
-    """What a request waits for now, in words; None where it does not."""
-    wait = request.waits[-1] if request.waits else None
-    if wait is None or wait.until is not None:
-        return None
-    return wait_in_words(wait.reason, wait.needed, wait.free, wait.behind)
 
 
 def _newest_lookup(request: Request) -> Json | None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pageframe.kernels.attention import Backend, kv_cache_shape, select_backend
-from pageframe.kernels.cpu import BuildError, load
+from pageframe.kernels.cpu import CpuKernels
 from pageframe.kernels.cpu.backend import CpuBackend
 
 from .cases import LARGEST_CODE
@@ -141,13 +141,10 @@ def test_rows_of_zeros_and_of_next_to_nothing_read_back_as_zeros(
 
 
 def test_int8_codes_are_those_of_the_compiled_kernels(
-    triton: Backend, device: torch.device, rng: np.random.Generator
+    triton: Backend, device: torch.device, rng: np.random.Generator, compiled_kernels: CpuKernels
 ) -> None:
     """A cache may have been written by either."""
-    try:
-        compiled = CpuBackend(load().library)
-    except BuildError as error:
-        pytest.skip(f"no compiled kernels: {error}")
+    compiled = CpuBackend(compiled_kernels.library)
     k, v = (torch.from_numpy(rng.standard_normal((6, 2, 32))).to(torch.float32) for _ in range(2))
     slots = torch.from_numpy(rng.permutation(8)[:6])
     written = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 
@@ -163,3 +164,28 @@ def states_before(events: list[Event], num_blocks: int) -> dict[int, int]:
         state.apply((event,))
     assert any(isinstance(event, FreeEvent) for event in events)
     return found
+
+
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_the_blocks_a_request_waits_for_are_those_of_its_prompt_and_one_token(prefix_cache: bool) -> None:
+    """By what the requests were added with: without shared prefixes all of them, else no more."""
+    simulation = Simulation(tiny_config(num_blocks=8, block_size=4, max_num_requests=4, prefix_cache=prefix_cache))
+    rng, prompts = random.Random(5), {}
+    for number in range(40):
+        prompts[f"r{number}"] = [rng.randrange(1, 3)] * rng.randint(5, 24)
+        simulation.add(prompts[f"r{number}"], SamplingParams(max_tokens=4, ignore_eos=True))
+        simulation.step()
+    simulation.drain()
+    told = 0
+    for request_id, prompt in prompts.items():
+        events = [event for event in simulation.engine.journal if event.request_id == request_id]
+        fresh = itertools.takewhile(lambda event: event.kind != "admit", events)
+        for event in fresh:
+            if isinstance(event, WaitEvent) and event.reason == "blocks":
+                all_blocks = -(-(len(prompt) + 1) // 4)
+                assert event.needed <= all_blocks if prefix_cache else event.needed == all_blocks
+                told += any(
+                    f"needed {event.needed}, {event.free} could be had" in text
+                    for text in texts(simulation, request_id)
+                )
+    assert told > 5
