@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from pageframe.kernels.cpu import CpuKernels, PackedWeight, load, pack_bf16
+from pageframe.kernels.cpu import CpuKernels, PackedWeight, load
 from pageframe.kernels.cpu.backend import CpuBackend
+from pageframe.kernels.cpu.packing import BLOCK_BYTES, GROUP, PackedValues, pack_bf16, pack_blocks
 from pageframe.runtime.config import ModelConfig
 from pageframe.runtime.engine import Engine
 from pageframe.runtime.model_runner import ModelRunner
@@ -47,11 +48,22 @@ def measure_machine(device: torch.device, dtype: torch.dtype, kernels: CpuKernel
     read = _fastest(lambda: data.sum().item())
     flops = 2 * MATRIX_SIZE**3 / _fastest(lambda: (matrix @ matrix)[0, 0].item())
     if kernels is not None:
-        weight = PackedWeight(pack_bf16(torch.ones(LINEAR_SIZE, LINEAR_SIZE, dtype=torch.bfloat16)))
-        rows = torch.ones(LINEAR_ROWS, LINEAR_SIZE)
-        linear = _fastest(lambda: kernels.linear(rows, weight))
-        flops = max(flops, 2 * LINEAR_ROWS * LINEAR_SIZE**2 / linear)
+        flops = max(flops, *(_linear_flops(kernels, values) for values in _matrices()))
     return Machine(READ_BYTES / read, flops)
+
+
+def _matrices() -> list[PackedValues]:
+    """A matrix of each kind of arithmetic: instruction sets may multiply codes faster than bfloat16."""
+    blocks = torch.zeros(LINEAR_SIZE, LINEAR_SIZE // GROUP * BLOCK_BYTES["Q8_0"], dtype=torch.uint8)
+    return [
+        pack_bf16(torch.ones(LINEAR_SIZE, LINEAR_SIZE, dtype=torch.bfloat16)),
+        pack_blocks("Q8_0", blocks),
+    ]
+
+
+def _linear_flops(kernels: CpuKernels, values: PackedValues) -> float:
+    weight, rows = PackedWeight(values), torch.ones(LINEAR_ROWS, LINEAR_SIZE)
+    return 2 * LINEAR_ROWS * LINEAR_SIZE**2 / _fastest(lambda: kernels.linear(rows, weight))
 
 
 def _fastest(work: Callable[[], object]) -> float:

@@ -1,19 +1,20 @@
 """Pageframe beside vLLM's CPU build and llama.cpp: the same model and sizes, one interleaved run, medians.
 
-    python -m pageframe.benchmarks.experiments.peers [--vllm-python PATH --vllm-model FOLDER] [--llama-bin FOLDER]
-        [--http] [--repeats 3] [--rows 32+128x1 2048+1x1] [--quick] [--output FILE]
+    python -m pageframe.benchmarks.experiments.peers [--vllm-python PATH --vllm-model FOLDER [--vllm-dtype DTYPE]]
+        [--llama-bin FOLDER] [--http] [--repeats 3] [--rows 32+128x1 2048+1x1] [--quick]
+        [--output FILE]
 
 Every engine is greedy, ignores the end of text, and gets random prompts, new ones at each repeat, so that no prefix
-cache helps. Pageframe runs as it is served; vLLM in bf16, in a worker that runs under its own Python, bound to all
-cores, with what its guide preloads; llama.cpp by its own `llama-batched-bench`, which is kinder to it than its server
-is, on the very file that Pageframe loads. Time is from token ids to the last token, prefill included, loading not.
-Only one engine is awake at a time: the others' processes are stopped meanwhile. An engine that is not given is not
+cache helps. Pageframe runs as it is served; vLLM in --vllm-dtype, in a worker that runs under its own Python, bound to
+all cores, with what its guide preloads; llama.cpp by its own `llama-batched-bench`, which is kinder to it than its
+server is, on the very file that Pageframe loads. Time is from token ids to the last token, prefill included, loading
+not. Only one engine is awake at a time: the others' processes are stopped meanwhile. An engine that is not given is not
 measured.
 
-Beside the rates stands the floor: what reading bf16 weights and K/V, or the products, must take at the bandwidth and
-the speed measured here, as a share of the time that Pageframe took. With --http each engine's server gets the same
-closed loop from the same client, which shares the processor with it. At the end: steps of pure decode against rows
-and context, and their share outside of the kernels.
+Beside the rates stands the floor: what reading weights and K/V as they are stored, or the products, must take at the
+bandwidth and the speed measured here, as a share of the time that Pageframe took. With --http each engine's server gets
+the same closed loop from the same client, which shares the processor with it. At the end: steps of pure decode against
+rows and context, and their share outside of the kernels.
 
 Exits with 1 if a target is missed that could be measured; with --quick they do not count.
 """
@@ -88,7 +89,7 @@ class Comparison:
         )
         self._repeats = args.repeats
         self._quick = args.quick
-        self._vllm = VllmInstallation(args.vllm_python, args.vllm_model) if args.vllm_python else None
+        self._vllm = VllmInstallation(args.vllm_python, args.vllm_model, args.vllm_dtype) if args.vllm_python else None
         self._llama = None
         if args.llama_bin:
             self._llama = LlamaInstallation(args.llama_bin, args.llama_model or resolve_source(args.model).path)
@@ -245,6 +246,12 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", default=DEFAULT_MODEL, help="as for `pageframe serve` (%(default)s)")
     parser.add_argument("--vllm-python", type=Path, metavar="PATH", help="vLLM's Python; needs --vllm-model")
     parser.add_argument("--vllm-model", type=Path, metavar="FOLDER", help="the model as transformers saves it, in bf16")
+    parser.add_argument(
+        "--vllm-dtype",
+        choices=("bfloat16", "float32"),
+        default="bfloat16",
+        help="what vLLM computes in; float32 may be its best where the processor multiplies no bf16 (%(default)s)",
+    )
     parser.add_argument("--llama-bin", type=Path, metavar="FOLDER", help="where llama.cpp's programs are")
     parser.add_argument("--llama-model", type=Path, metavar="FILE", help="its GGUF file (default: the one of --model)")
     parser.add_argument("--http", action="store_true", help="also over HTTP")

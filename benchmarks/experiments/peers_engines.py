@@ -63,7 +63,7 @@ class OwnEngine:
 
 @dataclass(frozen=True, slots=True)
 class VllmInstallation:
-    """vLLM's own Python, and the model as a Hugging Face folder.
+    """vLLM's own Python, and the model as a Hugging Face folder, and the dtype it computes in.
 
     Raises:
         InputError: one of them is not there.
@@ -71,6 +71,7 @@ class VllmInstallation:
 
     python: Path
     model: Path
+    dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
         if not os.access(self.python, os.X_OK):
@@ -112,12 +113,18 @@ def _cores() -> str:
 
 
 class VllmPeer:
-    """vLLM's offline engine in a worker of its own, bf16, its prefix cache off."""
+    """vLLM's offline engine in a worker of its own, its prefix cache off."""
 
     name = VLLM
 
     def __init__(self, installation: VllmInstallation, longest: int) -> None:
-        command = [str(installation.python), str(VLLM_WORKER), str(installation.model), str(longest)]
+        command = [
+            str(installation.python),
+            str(VLLM_WORKER),
+            str(installation.model),
+            str(longest),
+            installation.dtype,
+        ]
         self._worker = JsonLines(VLLM, command, foreign_environment(installation.offline_variables()))
         self.version = str(self._worker.ready.get("version"))
 

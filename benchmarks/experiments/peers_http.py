@@ -56,11 +56,11 @@ def serve_own(flags: Sequence[str], variables: Mapping[str, str] | None = None) 
 
 
 def serve_vllm(installation: VllmInstallation, longest: int) -> PeerServer:
-    """vLLM's OpenAI server, bf16, its prefix cache off as in the offline rows."""
+    """vLLM's OpenAI server, its prefix cache off as in the offline rows."""
     port = free_port()
     server = "vllm.entrypoints.openai.api_server"
     command = [str(installation.python), "-m", server, "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--model", str(installation.model), "--dtype", "bfloat16", "--max-model-len", str(longest)]
+    command += ["--model", str(installation.model), "--dtype", installation.dtype, "--max-model-len", str(longest)]
     command += ["--no-enable-prefix-caching", "--disable-uvicorn-access-log"]
     return PeerServer(VLLM, f"http://127.0.0.1:{port}", command, foreign_environment(installation.variables()))
 

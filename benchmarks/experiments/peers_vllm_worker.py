@@ -1,6 +1,6 @@
 """vLLM as a worker of `peers`, run by vLLM's own Python: it imports vllm and the standard library, nothing of ours.
 
-    python peers_vllm_worker.py MODEL_FOLDER MAX_MODEL_LEN
+    python peers_vllm_worker.py MODEL_FOLDER MAX_MODEL_LEN DTYPE
 
 Writes {"version": ...} when it is loaded. Each line that it reads, {"prompts": [[token ids], ...], "output": tokens},
 is answered with {"seconds": ...}: from the prompts' token ids to the last token, greedy, end of text ignored.
@@ -38,7 +38,7 @@ def main() -> None:
 
     llm = vllm.LLM(
         model=sys.argv[1],
-        dtype="bfloat16",
+        dtype=sys.argv[3],
         max_model_len=int(sys.argv[2]),
         enable_prefix_caching=False,
         distributed_executor_backend="uni",

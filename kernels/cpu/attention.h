@@ -13,6 +13,7 @@
 #include "attention_products.h"
 #include "attention_rows.h"
 #include "attention_tiles.h"
+#include "scratch.h"
 #include "team.h"
 #include "types.h"
 #include "vector_math.h"
@@ -44,28 +45,11 @@ struct AttentionScratch {
     RowSums tile_sums;  // likewise
 };
 
-// Lays arrays out one after the other, each on a line of its own.
-class ScratchLayout {
-  public:
-    explicit ScratchLayout(char* start) : start_(start), at_(start) {}
-
-    template <class T>
-    T* take(int64_t count) {
-        T* const taken = reinterpret_cast<T*>(at_);
-        at_ += divide_up(count * static_cast<int64_t>(sizeof(T)), 64) * 64;
-        return taken;
-    }
-    RowSums take_sums(int64_t rows, int64_t head_dim) {
-        float* const top = take<float>(rows);
-        float* const weight = take<float>(rows);
-        return {top, weight, take<float>(rows * head_dim)};
-    }
-    int64_t bytes() const { return at_ - start_; }
-
-  private:
-    char* start_;
-    char* at_;
-};
+inline RowSums take_sums(ScratchLayout& layout, int64_t rows, int64_t head_dim) {
+    float* const top = layout.take<float>(rows);
+    float* const weight = layout.take<float>(rows);
+    return {top, weight, layout.take<float>(rows * head_dim)};
+}
 
 inline AttentionScratch lay_out(ScratchLayout& layout, int64_t rows, int64_t head_dim) {
     AttentionScratch scratch;
@@ -77,8 +61,8 @@ inline AttentionScratch lay_out(ScratchLayout& layout, int64_t rows, int64_t hea
     scratch.tile.value_scales = layout.take<float>(kTileKeys);
     scratch.scores = layout.take<float>(kBlockRows * kTileKeys);
     scratch.weights = layout.take<Act>(kBlockRows * kTileKeys);
-    scratch.sums = layout.take_sums(rows, head_dim);
-    scratch.tile_sums = layout.take_sums(rows, head_dim);
+    scratch.sums = take_sums(layout, rows, head_dim);
+    scratch.tile_sums = take_sums(layout, rows, head_dim);
     return scratch;
 }
 
@@ -95,7 +79,7 @@ inline int64_t attention_scratch_bytes(int64_t num_heads, int64_t num_kv_heads, 
 // Bytes that all threads share, from `attend` to `merge`.
 inline int64_t partials_bytes(const AttentionPlan& plan) {
     ScratchLayout layout(nullptr);
-    layout.take_sums(plan.partial_rows, plan.head_dim);
+    take_sums(layout, plan.partial_rows, plan.head_dim);
     return layout.bytes();
 }
 
@@ -116,7 +100,7 @@ class PieceWork {
           slots_(call.cache, call.step->block_size) {
         ScratchLayout own(scratch), shared(call.partials);
         scratch_ = lay_out(own, plan_.rows_per_piece(), plan_.head_dim);
-        partials_ = shared.take_sums(plan_.partial_rows, plan_.head_dim);
+        partials_ = take_sums(shared, plan_.partial_rows, plan_.head_dim);
     }
 
     // `next`, if not null, is what this thread will do after: its first slots are asked for meanwhile.

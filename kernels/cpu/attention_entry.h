@@ -22,23 +22,22 @@ inline char* grown(std::unique_ptr<char, decltype(&std::free)>& buffer, int64_t&
 
 }  // namespace pageframe
 
-extern "C" {
-
 // Of one number of q and of the result: 2 for bfloat16, 4 for float32.
-int32_t pageframe_act_bytes() { return sizeof(pageframe::Act); }
+PAGEFRAME_EXPORT int32_t pageframe_act_bytes() { return sizeof(pageframe::Act); }
 
-pageframe::AttentionPlan* pageframe_new_plan() { return new pageframe::AttentionPlan(); }
+PAGEFRAME_EXPORT pageframe::AttentionPlan* pageframe_new_plan() { return new pageframe::AttentionPlan(); }
 
-void pageframe_delete_plan(pageframe::AttentionPlan* plan) { delete plan; }
+PAGEFRAME_EXPORT void pageframe_delete_plan(pageframe::AttentionPlan* plan) { delete plan; }
 
 // window 0: a query sees everything before it.
-void pageframe_plan_attention(pageframe::AttentionPlan* plan, const pageframe::Step* step, int64_t num_heads,
-                              int64_t num_kv_heads, int64_t head_dim, int64_t window, int threads) {
+PAGEFRAME_EXPORT void pageframe_plan_attention(pageframe::AttentionPlan* plan, const pageframe::Step* step,
+                                               int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
+                                               int64_t window, int threads) {
     pageframe::plan_attention(*step, num_heads, num_kv_heads, head_dim, window, threads, *plan);
 }
 
 // The call's partials are this function's business.
-void pageframe_attention(const pageframe::AttentionCall* asked, int threads) {
+PAGEFRAME_EXPORT void pageframe_attention(const pageframe::AttentionCall* asked, int threads) {
     using namespace pageframe;
     thread_local std::unique_ptr<char, decltype(&std::free)> shared(nullptr, std::free);
     thread_local int64_t shared_size = 0;
@@ -58,11 +57,9 @@ void pageframe_attention(const pageframe::AttentionCall* asked, int threads) {
 }
 
 // k, v: float32 [num_tokens, num_kv_heads, head_dim]; slots: int64 [num_tokens].
-void pageframe_write_kv(const pageframe::KvCache* cache, int64_t block_size, const float* k, const float* v,
-                        const int64_t* slots, int64_t num_tokens) {
+PAGEFRAME_EXPORT void pageframe_write_kv(const pageframe::KvCache* cache, int64_t block_size, const float* k,
+                                         const float* v, const int64_t* slots, int64_t num_tokens) {
     const int64_t size = cache->num_kv_heads * cache->head_dim;
     for (int64_t token = 0; token < num_tokens; ++token)
         pageframe::write_token(*cache, block_size, slots[token], k + token * size, v + token * size);
 }
-
-}  // extern "C"

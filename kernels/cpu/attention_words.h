@@ -13,9 +13,15 @@ namespace pageframe {
 
 #if defined(PAGEFRAME_ISA_AVX512)
 
-using Word = uint32_t;
 using Words = __m512i;
+
+#if defined(PAGEFRAME_ISA_BF16)
+using Word = uint32_t;
 constexpr int64_t kPerWord = 2;  // numbers in a word
+#else
+using Word = float;
+constexpr int64_t kPerWord = 1;
+#endif
 
 inline Words broadcast_word(const Word* at) {
     int bits;
@@ -24,17 +30,6 @@ inline Words broadcast_word(const Word* at) {
 }
 inline Words load_words(const Word* at) { return _mm512_loadu_si512(at); }
 inline void store_words(Word* at, Words a) { _mm512_storeu_si512(at, a); }
-inline Floats multiply_add(Floats sum, Words a, Words b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
-
-// kLanes words of a slot.
-inline Words load_slot(const Bf16* at) { return _mm512_loadu_si512(at); }
-inline Words load_slot(const int8_t* at) {
-    const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
-    const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(codes)));
-    const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(codes, 1)));
-    return (__m512i)_mm512_cvtne2ps_pbh(high, low);
-}
-
 // Row r's word w goes to row w's word r.
 inline void transpose(Words rows[kLanes]) {
     Words lanes[16];  // of 4 x 4 words, each transposed in itself
@@ -61,6 +56,19 @@ inline void transpose(Words rows[kLanes]) {
     }
 }
 
+#if defined(PAGEFRAME_ISA_BF16)
+
+inline Floats multiply_add(Floats sum, Words a, Words b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
+
+// kLanes words of a slot.
+inline Words load_slot(const Bf16* at) { return _mm512_loadu_si512(at); }
+inline Words load_slot(const int8_t* at) {
+    const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
+    const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(codes)));
+    const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(codes, 1)));
+    return (__m512i)_mm512_cvtne2ps_pbh(high, low);
+}
+
 // Two slots' next 2 * kLanes numbers, one of either in each word.
 inline void pair_slots(const Words slots[kPerWord], Words out[2]) {
     // Which numbers make a word: i of the first slot, and i of the second, counted from 32 on.
@@ -75,6 +83,29 @@ inline void load_values(const Stored* const slots[kPerWord], int64_t dim, Words 
     const Words both[kPerWord] = {load_slot(slots[0] + dim), load_slot(slots[1] + dim)};
     pair_slots(both, out);
 }
+
+#else
+
+inline Floats multiply_add(Floats sum, Words a, Words b) {
+    return _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), sum);
+}
+
+inline Words load_slot(const Bf16* at) {
+    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
+    return _mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16);
+}
+inline Words load_slot(const int8_t* at) {
+    const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
+    return _mm512_castps_si512(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes)));
+}
+
+template <class Stored>
+inline void load_values(const Stored* const slots[kPerWord], int64_t dim, Words out[2]) {
+    out[0] = load_slot(slots[0] + dim);
+    out[1] = load_slot(slots[0] + dim + kLanes);
+}
+
+#endif
 
 // x = power + rest with 0 <= rest < 1, also for x = -inf; a * 2^power.
 inline Floats rest_of(Floats x) { return _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF); }

@@ -33,7 +33,16 @@ __all__ = ["BuildError", "Builder", "Library", "cache_folder", "chosen_isa", "lo
 
 logger = logging.getLogger(__name__)
 
-COMPILE_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno", "-ffp-contract=off")
+# Hidden: two libraries in one process, for two instruction sets, must not take each other's functions.
+COMPILE_FLAGS = (
+    "-O3",
+    "-std=c++17",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fopenmp",
+    "-fno-math-errno",
+    "-ffp-contract=off",
+)
 #: Changes with what this module makes of the same sources, or with how it stores that.
 _FORMAT = "2"
 _LIBRARY_NAME = "kernels.so"

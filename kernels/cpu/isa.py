@@ -34,18 +34,26 @@ class InstructionSet:
     probe: str
 
 
-_AVX512_NEEDS = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16")
-_AVX512_FLAGS = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-DPAGEFRAME_ISA_AVX512=1")
+_AVX512_NEEDS = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
+_AVX512_FLAGS = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-DPAGEFRAME_ISA_AVX512=1")
+_BF16_NEEDS = (*_AVX512_NEEDS, "avx512_bf16")
+_BF16_FLAGS = (*_AVX512_FLAGS, "-mavx512bf16", "-DPAGEFRAME_ISA_BF16=1")
 
 #: Fastest first.
 INSTRUCTION_SETS = (
     InstructionSet(
         "amx",
-        (*_AVX512_NEEDS, "amx_tile", "amx_bf16"),
-        (*_AVX512_FLAGS, "-mamx-tile", "-mamx-bf16", "-DPAGEFRAME_ISA_AMX=1"),
+        (*_BF16_NEEDS, "amx_tile", "amx_bf16"),
+        (*_BF16_FLAGS, "-mamx-tile", "-mamx-bf16", "-DPAGEFRAME_ISA_AMX=1"),
         "tdpbf16ps %tmm0, %tmm1, %tmm2",
     ),
-    InstructionSet("avx512", _AVX512_NEEDS, _AVX512_FLAGS, "vdpbf16ps %zmm0, %zmm1, %zmm2"),
+    InstructionSet("avx512", _BF16_NEEDS, _BF16_FLAGS, "vdpbf16ps %zmm0, %zmm1, %zmm2"),
+    InstructionSet(
+        "avx512_vnni",
+        (*_AVX512_NEEDS, "avx512_vnni"),
+        (*_AVX512_FLAGS, "-mavx512vnni", "-DPAGEFRAME_ISA_VNNI=1"),
+        "vpdpwssd %zmm0, %zmm1, %zmm2",
+    ),
     InstructionSet(
         "avx2",
         ("avx2", "fma", "f16c"),

@@ -17,7 +17,8 @@
 
 namespace pageframe {
 
-// Filled by Python (ctypes), which keeps the memory alive. hidden_size, intermediate_size and head_dim are multiples of 32.
+// Filled by Python (ctypes), which keeps the memory alive. hidden_size, intermediate_size and head_dim are multiples of
+// 32.
 struct Layer {
     LinearWeight qkv, o, gate_up, down;  // gate_up: strips of gate and up in turn
     const float* attention_norm;         // [hidden_size]
@@ -47,7 +48,7 @@ struct LayerBuffers {
     Act* q;          // [num_tokens, num_heads * head_dim]
     Act* attended;   // the same
     Act* activated;  // [num_tokens, intermediate_size]
-    float* group_sums;  // [num_tokens, the longest row / 32]
+    RowExtras extras;  // of the longest row
     char* partials;  // of split attention
     char* own;       // a part for each thread
     int64_t own_bytes;
@@ -63,7 +64,7 @@ inline LayerBuffers lay_out(ScratchLayout& layout, const Layer& layer, const Lay
     buffers.q = layout.take<Act>(num_tokens * q_size);
     buffers.attended = layout.take<Act>(num_tokens * q_size);
     buffers.activated = layout.take<Act>(num_tokens * layer.intermediate_size);
-    buffers.group_sums = layout.take<float>(num_tokens * (longest / kGroup));
+    buffers.extras = lay_out_extras(layout, num_tokens, longest);
     buffers.partials = layout.take<char>(partials_bytes(*shared.plan));
     const int64_t attention = attention_scratch_bytes(layer.num_heads, layer.num_kv_heads, layer.head_dim);
     buffers.own_bytes = divide_up(std::max(attention, linear_scratch_bytes(longest)), 64) * 64;
@@ -146,7 +147,7 @@ class LayerRun {
             merge(team, attention_, own(rank));
             team.barrier();
         }
-        sum_groups(team, layer_.o, buffers_.attended);
+        prepare_rows(team, layer_.o, buffers_.attended);
         apply(team, rank, layer_.o, buffers_.attended, AddTo{hidden_, layer_.hidden_size});
         team.barrier();
     }
@@ -156,7 +157,7 @@ class LayerRun {
         team.barrier();
         apply(team, rank, layer_.gate_up, buffers_.normed, GatedSilu{buffers_.activated, layer_.intermediate_size});
         team.barrier();
-        sum_groups(team, layer_.down, buffers_.activated);
+        prepare_rows(team, layer_.down, buffers_.activated);
         apply(team, rank, layer_.down, buffers_.activated, AddTo{hidden_, layer_.hidden_size});
     }
 
@@ -168,22 +169,21 @@ class LayerRun {
         each_row(team, step_.num_tokens, [&](int64_t token) {
             Act* const normed = buffers_.normed + token * size;
             norm_row(hidden_ + token * size, weight, layer_.norm_eps, size, normed);
-            if (needs_group_sums(next)) group_sums(normed, size, buffers_.group_sums + token * (size / kGroup));
+            if (needs_extras(next)) prepare_row(normed, size, token, buffers_.extras);
         });
     }
 
-    // The sums that weights of 4 bits need of their activations' groups; a phase of its own.
-    void sum_groups(Team& team, const LinearWeight& weight, const Act* x) const {
-        if (!needs_group_sums(weight)) return;
-        each_row(team, step_.num_tokens, [&](int64_t token) {
-            group_sums(x + token * weight.k, weight.k, buffers_.group_sums + token * (weight.k / kGroup));
-        });
+    // What the weight needs of its rows besides their values; a phase of its own.
+    void prepare_rows(Team& team, const LinearWeight& weight, const Act* x) const {
+        if (!needs_extras(weight)) return;
+        each_row(team, step_.num_tokens,
+                 [&](int64_t token) { prepare_row(x + token * weight.k, weight.k, token, buffers_.extras); });
         team.barrier();
     }
 
     template <class Epilogue>
     void apply(Team& team, int rank, const LinearWeight& weight, const Act* x, Epilogue epilogue) const {
-        const Inputs inputs{x, weight.k, buffers_.group_sums, step_.num_tokens};
+        const Inputs inputs{x, weight.k, buffers_.extras, step_.num_tokens};
         linear(team, weight, inputs, epilogue, own(rank));
     }
 

@@ -1,9 +1,9 @@
 // x @ W.T + bias, for weights of every kind, by all threads of a team.
 //
 // Every thread of the team calls, between two barriers,
-//     linear(team, weight, Inputs{x, x_stride, group_sums, rows}, epilogue, scratch)
+//     linear(team, weight, Inputs{x, x_stride, extras, rows}, epilogue, scratch)
 // and hands over what it claims to its epilogue (linear_epilogues.h). scratch is the thread's own, of
-// linear_scratch_bytes(k). A weight that needs_group_sums() has them made by group_sums(), row by row, before the
+// linear_scratch_bytes(k). A weight that needs_extras() has them made by prepare_row(), row by row, before the
 // barrier. Each output is one chain of operations in an order that the weight alone decides: rows, threads and tiles
 // only choose which chains run side by side.
 //
@@ -95,7 +95,8 @@ void compute_rows(const TileSet& tiles, const LinearWeight& weight, int64_t stri
 class PieceProducts {
   public:
     static int64_t block_rows(const LinearWeight& weight) {
-        return std::max<int64_t>(kMaxTileRows, kBlockBytes / (weight.k * sizeof(Act)));
+        const int64_t bytes = weight.kind == kBf16 ? sizeof(Act) : sizeof(Dot);
+        return std::max<int64_t>(kMaxTileRows, kBlockBytes / (weight.k * bytes));
     }
 
     PieceProducts(const LinearWeight& weight, const Inputs& x, int64_t ahead, void* scratch)

@@ -197,7 +197,7 @@ struct GroupedTiles {
                 for (int s = 0; s < kStrips; ++s)
                     add_line(products, s, Codes::load(records[s * groups], line),
                              first + line * 2 * Codes::kPairsInLine, x.stride);
-            add_scaled(sums, products, records, groups, x.group_sums + row * groups + g);
+            add_scaled(sums, products, records, groups, x.extras.group_sums + row * groups + g);
         }
         sums.store(out);
     }

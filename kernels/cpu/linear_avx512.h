@@ -1,136 +1,17 @@
-// Tiles of a linear for AVX512 with bf16 dot products.
+// Tiles of a linear for AVX512.
 //
-// Each output is one chain of operations over k. kBf16: from the bias on, one dot product per pair. kQ4 and kQ8: for
-// each group a chain over its pairs, from 0, with the codes as bfloat16, which holds them exactly; what comes out is
-// scaled and added to a sum that starts from the bias.
+// Each output is one chain of operations over k. kQ4 and kQ8: for each group a chain over its pairs, from 0; what comes
+// out is scaled and added to a sum. How pairs are multiplied, and kBf16, is in the header of each kind of instructions.
 #pragma once
 
-#include "linear_weights.h"
+#include "linear_tiles.h"
+#if defined(PAGEFRAME_ISA_BF16)
+#include "linear_avx512_bf16.h"
+#else
+#include "linear_avx512_vnni.h"
+#endif
 
 namespace pageframe {
-
-inline __m512bh broadcast_pair(const Act* x) {
-    int32_t pair;
-    std::memcpy(&pair, x, sizeof pair);
-    return (__m512bh)_mm512_set1_epi32(pair);
-}
-
-inline __m512 load_half(const uint16_t* at) {
-    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
-}
-
-inline __m512 load_bias(const LinearWeight& weight, int64_t strip) {
-    if (weight.bias == nullptr) return _mm512_setzero_ps();
-    const int64_t column = strip * kStrip;
-    const int64_t width = std::min(kStrip, weight.n - column);
-    return _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << width) - 1), weight.bias + column);
-}
-
-// A tile's sums. Loops over them must be unrolled: only then does the compiler keep them in registers.
-template <int kRows, int kStrips>
-struct Sums {
-    __m512 at[kRows][kStrips];
-
-    void clear() {
-#pragma GCC unroll 8
-        for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 4
-            for (int s = 0; s < kStrips; ++s) at[r][s] = _mm512_setzero_ps();
-    }
-
-    void start_from_bias(const LinearWeight& weight, int64_t strip) {
-#pragma GCC unroll 4
-        for (int s = 0; s < kStrips; ++s) {
-            const __m512 bias = load_bias(weight, strip + s);
-#pragma GCC unroll 8
-            for (int r = 0; r < kRows; ++r) at[r][s] = bias;
-        }
-    }
-
-    // Adds one pair's products; x is the first row's pair.
-    void add_products(const __m512bh* values, const Act* x, int64_t stride) {
-#pragma GCC unroll 8
-        for (int r = 0; r < kRows; ++r) {
-            const __m512bh pair = broadcast_pair(x + r * stride);
-#pragma GCC unroll 4
-            for (int s = 0; s < kStrips; ++s) at[r][s] = _mm512_dpbf16_ps(at[r][s], values[s], pair);
-        }
-    }
-
-    void store(float* sums) const {
-#pragma GCC unroll 8
-        for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 4
-            for (int s = 0; s < kStrips; ++s) _mm512_storeu_ps(sums + r * kPieceWidth + s * kStrip, at[r][s]);
-    }
-};
-
-struct Bf16Tiles {
-    static constexpr int kMaxRows[] = {0, 6, 6, 0, 6};  // by strips
-
-    template <int kRows, int kStrips>
-    static void compute(const LinearWeight& weight, const Inputs& x, int64_t row, int64_t strip, int64_t ahead,
-                        float* out) {
-        Sums<kRows, kStrips> sums;
-        sums.start_from_bias(weight, strip);
-        const int64_t pairs = weight.k / 2;
-        const __m512i* const lines = static_cast<const __m512i*>(weight.values) + strip * pairs;
-        const Act* const first = x.values + row * x.stride;
-        for (int64_t j = 0; j < pairs; ++j) {
-            __m512bh values[kStrips];
-#pragma GCC unroll 4
-            for (int s = 0; s < kStrips; ++s) {
-                const __m512i* const line = lines + s * pairs + j;
-                if (ahead != 0) prefetch(line, ahead, sizeof *line);
-                values[s] = (__m512bh)_mm512_loadu_si512(line);
-            }
-            sums.add_products(values, first + 2 * j, x.stride);
-        }
-        sums.store(out);
-    }
-};
-
-struct Q4Codes {
-    using Record = Q4Record;
-    using Line = __m512i;
-    static constexpr int kPairsInLine = 4;
-
-    static Line load_line(const Record& record, int line) { return _mm512_loadu_si512(record.codes[line]); }
-
-    // 16 + code: the code is the upper bits of the fraction, and 16 the rest of the number.
-    template <int kPair>
-    static __m512bh unpack(Line codes) {
-        constexpr int kFirstAndSecondOrThird = 0xea;
-        const __m512i turned = kPair == 0 ? codes : _mm512_ror_epi32(codes, 4 * kPair);
-        return (__m512bh)_mm512_ternarylogic_epi32(turned, _mm512_set1_epi16(0x0078), _mm512_set1_epi16(0x4180),
-                                                   kFirstAndSecondOrThird);
-    }
-
-    static constexpr bool kHasOffset = true;
-    static __m512 offset(const Record& record, __m512 scale) {
-        return _mm512_fnmadd_ps(_mm512_set1_ps(16.0f), scale, load_half(record.minimums));
-    }
-};
-
-struct Q8Codes {
-    using Record = Q8Record;
-    using Line = __m512bh;
-    static constexpr int kPairsInLine = 1;
-
-    static Line load_line(const Record& record, int pair) {
-        const auto* const codes = reinterpret_cast<const __m128i*>(record.codes[pair]);
-        const __m512 first = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(codes)));
-        const __m512 second = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(codes + 1)));
-        return (__m512bh)_mm512_cvtne2ps_pbh(second, first);
-    }
-
-    template <int kPair>
-    static __m512bh unpack(Line line) {
-        return line;
-    }
-
-    static constexpr bool kHasOffset = false;
-};
 
 // Where tiles have a group's codes from: the records that codes and scales are stored in.
 template <class Codes>
@@ -154,7 +35,7 @@ struct StoredCodes : Codes {
 // Or, for many rows, memory where they are unpacked; the records are then the weight's `scales`.
 template <class Codes>
 struct UnpackedCodes : StoredCodes<Codes> {
-    using Line = __m512bh;
+    using Line = Pairs;
     static constexpr int kPairsInLine = 1;
     const __m512i* pairs;  // of the first strip
 
@@ -163,12 +44,25 @@ struct UnpackedCodes : StoredCodes<Codes> {
           pairs(static_cast<const __m512i*>(weight.values) + strip * (weight.k / 2)) {}
 
     Line load(int64_t strip, int64_t group, int pair) const {
-        return (__m512bh)_mm512_load_si512(pairs + (strip * this->groups + group) * (kGroup / 2) + pair);
+        return (Pairs)_mm512_load_si512(pairs + (strip * this->groups + group) * (kGroup / 2) + pair);
     }
 
     template <int kPair>
-    static __m512bh unpack(Line line) {
+    static Pairs unpack(Line line) {
         return line;
+    }
+};
+
+// A group's products of a tile.
+template <int kRows, int kStrips>
+struct Products {
+    GroupSums at[kRows][kStrips];
+
+    Products() {
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+            for (int s = 0; s < kStrips; ++s) at[r][s] = no_products();
     }
 };
 
@@ -180,15 +74,17 @@ struct GroupedTiles {
     static void compute(const LinearWeight& weight, const Inputs& x, int64_t row, int64_t strip, int64_t ahead,
                         float* out) {
         Sums<kRows, kStrips> sums;
-        sums.start_from_bias(weight, strip);
+        if (kScaledRows)
+            sums.fill(_mm512_setzero_ps());
+        else
+            start_from_bias(sums, weight, strip);
         const Source source(weight, strip);
         for (int64_t g = 0; g < source.groups; ++g) {
             if (ahead != 0)
 #pragma GCC unroll 4
                 for (int s = 0; s < kStrips; ++s) prefetch(&source.record(s, g), ahead, sizeof(source.record(s, g)));
-            Sums<kRows, kStrips> products;
-            products.clear();
-            const Act* const first = x.values + row * x.stride + g * kGroup;
+            Products<kRows, kStrips> products;
+            const Dot* const first = x.dots(row) + g * kGroup;
 #pragma GCC unroll 2
             for (int line = 0; line < kGroup / 2 / Source::kPairsInLine; ++line) {
                 typename Source::Line lines[kStrips];
@@ -196,31 +92,41 @@ struct GroupedTiles {
                 for (int s = 0; s < kStrips; ++s) lines[s] = source.load(s, g, line);
                 add_line(products, lines, first + line * 2 * Source::kPairsInLine, x.stride);
             }
-            add_scaled(sums, products, source, g, x.group_sums + row * source.groups + g);
+            add_scaled(sums, products, source, g, x.extras.group_sums + row * source.groups + g);
         }
-        sums.store(out);
+#if defined(PAGEFRAME_ISA_VNNI)
+        scale_rows(sums, weight, strip, x.extras.scales + row);
+#endif
+        store_tile_sums(sums, out);
     }
 
   private:
     template <int kPair = 0, int kRows, int kStrips>
-    static void add_line(Sums<kRows, kStrips>& products, const typename Source::Line* lines, const Act* x,
+    static void add_line(Products<kRows, kStrips>& products, const typename Source::Line* lines, const Dot* x,
                          int64_t stride) {
-        __m512bh values[kStrips];
+        Pairs values[kStrips];
 #pragma GCC unroll 4
         for (int s = 0; s < kStrips; ++s) values[s] = Source::template unpack<kPair>(lines[s]);
-        products.add_products(values, x + 2 * kPair, stride);
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) {
+            const __m512i pair = broadcast_pair(x + r * stride + 2 * kPair);
+#pragma GCC unroll 4
+            for (int s = 0; s < kStrips; ++s)
+                products.at[r][s] = add_products(products.at[r][s], values[s], pair);
+        }
         if constexpr (kPair + 1 < Source::kPairsInLine) add_line<kPair + 1>(products, lines, x, stride);
     }
 
     // group_sums is the first row's of group g; the next rows' are source.groups apart.
     template <int kRows, int kStrips>
-    static void add_scaled(Sums<kRows, kStrips>& sums, const Sums<kRows, kStrips>& products, const Source& source,
-                           int64_t g, const float* group_sums) {
+    static void add_scaled(Sums<kRows, kStrips>& sums, const Products<kRows, kStrips>& products,
+                           const Source& source, int64_t g, const float* group_sums) {
 #pragma GCC unroll 4
         for (int s = 0; s < kStrips; ++s) {
-            const __m512 scale = load_half(source.record(s, g).scales);
+            const __m512 scale = Source::scale(source.record(s, g));
 #pragma GCC unroll 8
-            for (int r = 0; r < kRows; ++r) sums.at[r][s] = _mm512_fmadd_ps(scale, products.at[r][s], sums.at[r][s]);
+            for (int r = 0; r < kRows; ++r)
+                sums.at[r][s] = _mm512_fmadd_ps(scale, as_floats(products.at[r][s]), sums.at[r][s]);
             if constexpr (Source::kHasOffset) {
                 const __m512 offset = Source::offset(source.record(s, g), scale);
 #pragma GCC unroll 8

@@ -1,5 +1,4 @@
-// The linear alone, as Python calls it. x is float32 [rows, k], and is rounded first where the processor multiplies
-// bfloat16.
+// The linear alone, as Python calls it. x is float32 [rows, k], and is rounded first to what the processor multiplies.
 #pragma once
 
 #include <vector>
@@ -12,18 +11,24 @@ namespace pageframe {
 class RoundedRows {
   public:
     RoundedRows(const LinearWeight& weight, const float* x, int64_t rows)
-        : values_(rows * weight.k), sums_(rows * (weight.k / kGroup)), rows_(rows), k_(weight.k) {
+        : values_(rows * weight.k), rows_(rows), k_(weight.k) {
         for (int64_t i = 0; i < rows * k_; i += kLanes) store_act(values_.data() + i, load(x + i));
-        if (!needs_group_sums(weight)) return;
-        for (int64_t row = 0; row < rows; ++row)
-            group_sums(values_.data() + row * k_, k_, sums_.data() + row * (k_ / kGroup));
+        if (!needs_extras(weight)) return;
+        ScratchLayout sizes(nullptr);
+        lay_out_extras(sizes, rows, k_);
+        memory_.resize(sizes.bytes());
+        ScratchLayout layout(memory_.data());
+        extras_ = lay_out_extras(layout, rows, k_);
+        for (int64_t row = 0; row < rows; ++row) prepare_row(values_.data() + row * k_, k_, row, extras_);
     }
+    RoundedRows(const RoundedRows&) = delete;
 
-    Inputs inputs() const { return {values_.data(), k_, sums_.data(), rows_}; }
+    Inputs inputs() const { return {values_.data(), k_, extras_, rows_}; }
 
   private:
     std::vector<Act> values_;
-    std::vector<float> sums_;
+    std::vector<char> memory_;
+    RowExtras extras_{};
     int64_t rows_, k_;
 };
 
@@ -45,16 +50,16 @@ inline float as_float(float value) { return value; }
 }  // namespace pageframe
 
 // out float32 [rows, n] = x @ W.T + bias.
-extern "C" void pageframe_linear(const pageframe::LinearWeight* weight, const float* x, float* out, int64_t rows,
-                                 int threads) {
+PAGEFRAME_EXPORT void pageframe_linear(const pageframe::LinearWeight* weight, const float* x, float* out, int64_t rows,
+                                       int threads) {
     using namespace pageframe;
     linear_by_team(*weight, x, rows, threads, [&](int) { return Store{out, weight->n}; });
 }
 
 // Each row's largest output and the lowest column that has it; NaN counts as -inf. columns int64 [rows], values float32
 // [rows].
-extern "C" void pageframe_arg_max(const pageframe::LinearWeight* weight, const float* x, int64_t* columns,
-                                  float* values, int64_t rows, int threads) {
+PAGEFRAME_EXPORT void pageframe_arg_max(const pageframe::LinearWeight* weight, const float* x, int64_t* columns,
+                                        float* values, int64_t rows, int threads) {
     using namespace pageframe;
     std::vector<Best> best(threads * rows);
     for (Best& row : best) row.clear();
@@ -67,8 +72,8 @@ extern "C" void pageframe_arg_max(const pageframe::LinearWeight* weight, const f
 }
 
 // out float32 [rows, n / 2] = silu(gate) * up, with the strips of gate and up taking turns; rounded as activations are.
-extern "C" void pageframe_gated_linear(const pageframe::LinearWeight* weight, const float* x, float* out, int64_t rows,
-                                       int threads) {
+PAGEFRAME_EXPORT void pageframe_gated_linear(const pageframe::LinearWeight* weight, const float* x, float* out,
+                                             int64_t rows, int threads) {
     using namespace pageframe;
     const int64_t width = weight->n / 2;
     std::vector<Act> rounded(rows * width);

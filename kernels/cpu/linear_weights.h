@@ -13,12 +13,10 @@
 #include <algorithm>
 #include <utility>
 
-#include "vector_math.h"
+#include "linear_rows.h"
 
 namespace pageframe {
 
-constexpr int64_t kStrip = 16;
-constexpr int64_t kGroup = 32;
 constexpr int64_t kCacheLine = 64;
 
 // Line i has the codes of pairs 4 i to 4 i + 3, a dword for each output: pair 4 i + p has its codes at bits 4 p (first
@@ -42,30 +40,6 @@ inline int64_t strip_bytes(const LinearWeight& weight) {
     if (weight.kind == kQ4) return groups * static_cast<int64_t>(sizeof(Q4Record));
     if (weight.kind == kQ8) return groups * static_cast<int64_t>(sizeof(Q8Record));
     return weight.k * kStrip * static_cast<int64_t>(sizeof(Bf16));
-}
-
-// What a linear is applied to.
-struct Inputs {
-    const Act* values;        // [rows, k]
-    int64_t stride;           // elements from a row to the next
-    const float* group_sums;  // [rows, k / 32], made by group_sums(); read if needs_group_sums(weight)
-    int64_t rows;
-};
-
-// The minimums of kQ4 multiply the sums of groups of activations; AMX multiplies unpacked values.
-#if defined(PAGEFRAME_ISA_AMX)
-inline bool needs_group_sums(const LinearWeight&) { return false; }
-#else
-inline bool needs_group_sums(const LinearWeight& weight) { return weight.kind == kQ4; }
-#endif
-
-// The sum of each group of 32 activations of a row: float [k / 32].
-inline void group_sums(const Act* row, int64_t k, float* sums) {
-    for (int64_t g = 0; g < k / kGroup; ++g) {
-        Floats sum = load_act(row + g * kGroup);
-        for (int64_t i = kLanes; i < kGroup; i += kLanes) sum = add(sum, load_act(row + g * kGroup + i));
-        sums[g] = reduce_add(sum);
-    }
 }
 
 constexpr int64_t kPieceStrips = 4;  // a piece of work has as many, or fewer

@@ -7,11 +7,14 @@
 #include <cstdint>
 #include <cstring>
 
+// What Python calls.
+#define PAGEFRAME_EXPORT extern "C" __attribute__((visibility("default")))
+
 namespace pageframe {
 
 using Bf16 = uint16_t;  // the upper half of a float32's bits
 
-#if defined(PAGEFRAME_ISA_AVX512)
+#if defined(PAGEFRAME_ISA_BF16)
 using Act = Bf16;  // what a product reads: rounded to nearest even
 #else
 using Act = float;
@@ -32,6 +35,10 @@ inline Bf16 to_bf16(float value) {
 }
 
 inline int64_t divide_up(int64_t value, int64_t by) { return (value + by - 1) / by; }
+
+// Outputs and inputs that weights are cut into: strips, and groups with a scale.
+constexpr int64_t kStrip = 16;
+constexpr int64_t kGroup = 32;
 
 // How a linear map's values are stored; weights.py has the same numbers.
 enum WeightKind : int32_t { kBf16 = 0, kQ4 = 1, kQ8 = 2 };

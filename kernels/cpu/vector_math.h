@@ -44,6 +44,7 @@ inline Floats with_sign_of(Floats magnitude, Floats sign) {
 inline float reduce_add(Floats a) { return _mm512_reduce_add_ps(a); }
 inline float reduce_max(Floats a) { return _mm512_reduce_max_ps(a); }
 
+#if defined(PAGEFRAME_ISA_BF16)
 // Rounded to nearest even.
 inline void store_act(Act* at, Floats a) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), (__m256i)_mm512_cvtneps_pbh(a));
@@ -52,6 +53,10 @@ inline Floats load_act(const Act* at) {
     const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
 }
+#else
+inline void store_act(Act* at, Floats a) { store(at, a); }
+inline Floats load_act(const Act* at) { return load(at); }
+#endif
 
 #else
 

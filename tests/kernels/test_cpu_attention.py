@@ -44,7 +44,7 @@ def load(isa: str) -> CpuBackend | str:
     return CpuBackend(library.functions) if library.isa == isa else f"compiled for {library.isa}"
 
 
-@pytest.fixture(params=["avx512", "avx2"])
+@pytest.fixture(params=["avx512", "avx512_vnni", "avx2"])
 def cpu(request: pytest.FixtureRequest) -> CpuBackend:
     loaded = load(request.param)
     if isinstance(loaded, str):

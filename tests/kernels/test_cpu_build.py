@@ -32,20 +32,25 @@ from .test_cpu_isa import AMX, AVX2, AVX512, on_linux_x86
 COMPILER = shutil.which("g++") or ""
 pytestmark = [on_linux_x86, pytest.mark.skipif(not COMPILER, reason="no g++")]
 
+EXPORTED = 'extern "C" __attribute__((visibility("default")))'
+
 SOURCE = """
+#define EXPORTED extern "C" __attribute__((visibility("default")))
 #include "answer.h"
-extern "C" int answer() { return ANSWER; }
-extern "C" int isa() {
+EXPORTED int answer() { return ANSWER; }
+EXPORTED int isa() {
 #if defined(PAGEFRAME_ISA_AMX) && defined(PAGEFRAME_ISA_AVX512) && defined(__AMX_BF16__) && defined(__AVX512BF16__)
+    return 4;
+#elif defined(PAGEFRAME_ISA_AVX512) && defined(PAGEFRAME_ISA_BF16) && defined(__AVX512BF16__) && defined(__AVX512DQ__)
     return 3;
-#elif defined(PAGEFRAME_ISA_AVX512) && defined(__AVX512BF16__) && defined(__AVX512DQ__)
+#elif defined(PAGEFRAME_ISA_AVX512) && defined(PAGEFRAME_ISA_VNNI) && defined(__AVX512VNNI__)
     return 2;
 #elif defined(PAGEFRAME_ISA_AVX2) && defined(__AVX2__) && defined(__F16C__)
     return 1;
 #endif
 }
 """
-ISA_NUMBERS = {"amx": 3, "avx512": 2, "avx2": 1}
+ISA_NUMBERS = {"amx": 4, "avx512": 3, "avx512_vnni": 2, "avx2": 1}
 
 
 @pytest.fixture(autouse=True)
@@ -249,7 +254,9 @@ def test_what_is_not_the_library_as_it_was_compiled_is_compiled_again(
     """The foreign ones answer 666."""
     other = source.parent / "other"
     other.mkdir()
-    (other / "engine.cpp").write_text('extern "C" int answer() { return 666; } extern "C" int isa() { return 666; }')
+    (other / "engine.cpp").write_text(
+        f"{EXPORTED} int answer() {{ return 666; }} {EXPORTED} int isa() {{ return 666; }}"
+    )
     Builder(other / "engine.cpp", AVX2).load()
     (another,) = kept(cache)
     foreign = another.read_bytes()
@@ -425,7 +432,13 @@ def test_an_interrupted_compilation_ends_its_compiler(
 
 
 @pytest.mark.parametrize(
-    ("refused", "got"), [("*-mamx-tile*", "avx512"), ("*-mavx512bf16*", "avx2"), ("*-mamx-bf16*", "avx512")]
+    ("refused", "got"),
+    [
+        ("*-mamx-tile*", "avx512"),
+        ("*-mamx-bf16*", "avx512"),
+        ("*-mavx512bf16*", "avx512_vnni"),
+        ("*-mavx512f*", "avx2"),
+    ],
 )
 def test_an_old_compiler_gets_the_next_set(
     refused: str, got: str, source: Path, make_compiler: MakeCompiler, caplog: pytest.LogCaptureFixture
@@ -437,7 +450,7 @@ def test_an_old_compiler_gets_the_next_set(
         library = Builder(source, AMX).load()
         assert library.isa == got
         assert answers(library) == (42, ISA_NUMBERS[got])
-        tried = ["amx", "avx512", "avx2"][: 3 - ISA_NUMBERS[got]]
+        tried = list(ISA_NUMBERS)[: 4 - ISA_NUMBERS[got]]
         assert [line.split(":")[0] for line in messages(caplog)] == [
             f"the CPU kernels cannot be compiled for {isa}" for isa in tried
         ]
@@ -487,7 +500,7 @@ def test_an_error_of_the_source_is_told_by_its_line(source: Path) -> None:
 
 
 def test_a_library_that_does_not_load_is_a_build_error(source: Path) -> None:
-    source.write_text('extern "C" int nowhere(); extern "C" int answer() { return nowhere(); }')
+    source.write_text(f"{EXPORTED} int nowhere(); {EXPORTED} int answer() {{ return nowhere(); }}")
     with pytest.raises(BuildError, match=r"cannot be made or loaded: .*nowhere"):
         Builder(source, AVX2).load()
 
@@ -549,7 +562,7 @@ def test_the_chosen_set_is_that_of_the_library(compiler: Compiler) -> None:
 @pytest.mark.usefixtures("packaged")
 def test_the_library_shares_torchs_openmp(source: Path) -> None:
     """Two runtimes would each start a thread per core."""
-    source.write_text(f'#include <omp.h>\n{SOURCE} extern "C" int threads() {{ return omp_get_max_threads(); }}')
+    source.write_text(f"#include <omp.h>\n{SOURCE} EXPORTED int threads() {{ return omp_get_max_threads(); }}")
     library = build.load_library()
     for threads in (3, 2):
         torch.set_num_threads(threads)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,25 +11,46 @@ import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
-from pageframe.kernels.cpu.build import BuildError, chosen_isa, load_library
+from pageframe.kernels.cpu import build
+from pageframe.kernels.cpu.isa import choose, processor_flags
 from pageframe.kernels.cpu.linear import LinearMaps, PackedWeight
 from pageframe.kernels.cpu.packing import pack_bf16, pack_blocks
 
-try:
-    ISA, REASON = chosen_isa(), ""
-except BuildError as error:
-    ISA, REASON = "", str(error)
-pytestmark = pytest.mark.skipif(bool(REASON), reason=f"no compiled kernels: {REASON}")
-
+ENGINE = Path(build.__file__).parent / "engine.cpp"
 FORMATS = ("bf16", "Q4_0", "Q4_1", "Q8_0")
 # (n, k): whole pieces of work, one output, parts of a strip, one strip, many groups.
 SHAPES = ((192, 96), (1, 32), (5, 64), (83, 576), (48, 1536), (210, 2016))
 ROWS = (0, 1, 2, 3, 5, 6, 7, 8, 9, 13, 31, 64, 300)
 
 
+def instruction_sets() -> list[str]:
+    """Of this processor; one that says why there is none, where that is so."""
+    try:
+        return [found.name for found in choose(processor_flags(), "")]
+    except build.BuildError as error:
+        return [f"none: {error}"]
+
+
+@pytest.fixture(scope="module", params=instruction_sets())
+def isa(request: pytest.FixtureRequest) -> str:
+    """Each instruction set in turn."""
+    name: str = request.param
+    if name.startswith("none: "):
+        pytest.skip(name)
+    return name
+
+
 @pytest.fixture(scope="module")
-def maps() -> LinearMaps:
-    return LinearMaps(load_library())
+def maps(isa: str) -> LinearMaps:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PAGEFRAME_CPU_ISA", isa)
+        try:
+            library = build.Builder(ENGINE).load()
+        except build.BuildError as error:
+            pytest.skip(str(error))
+    if library.isa != isa:
+        pytest.skip(f"compiled for {library.isa}")
+    return LinearMaps(library.functions)
 
 
 @pytest.fixture
@@ -40,7 +62,7 @@ def threads() -> Iterator[Callable[[int], None]]:
 
 
 def make_weight(
-    weight_format: str, n: int, k: int, *, bias: bool = True, interleaved: bool = False
+    weight_format: str, n: int, k: int, *, bias: bool = True, interleaved: bool = False, isa: str = ""
 ) -> tuple[PackedWeight, torch.Tensor, torch.Tensor]:
     """A packed weight, and in float64 the values that it multiplies by [n, k] and its bias [n]."""
     random = np.random.default_rng(n * k)
@@ -54,7 +76,7 @@ def make_weight(
         data = quantize(values, kind)
         packed = pack_blocks(weight_format, torch.from_numpy(data), interleaved=interleaved)
         stored = torch.from_numpy(dequantize(data, kind))
-        if ISA == "amx":  # which unpacks what it multiplies
+        if isa == "amx":  # which unpacks what it multiplies
             stored = stored.bfloat16()
     return PackedWeight(packed, added), stored.double(), torch.zeros(n).double() if added is None else added.double()
 
@@ -63,22 +85,27 @@ def make_rows(rows: int, k: int) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(rows + k).standard_normal((rows, k), dtype=np.float32))
 
 
-def as_read(x: torch.Tensor) -> torch.Tensor:
-    return x.double() if ISA == "avx2" else x.bfloat16().double()
+def as_read(x: torch.Tensor, isa: str, weight_format: str) -> torch.Tensor:
+    """Activations as they are multiplied, in float64."""
+    if isa == "avx512_vnni" and weight_format != "bf16":
+        largest = x.abs().amax(1, keepdim=True)
+        return (x * (torch.full_like(largest, 32767) / largest)).round().double() * (largest / 32767).double()
+    return x.double() if isa in ("avx2", "avx512_vnni") else x.bfloat16().double()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("weight_format", FORMATS)
 def test_a_linear_is_the_product_of_its_stored_values(
-    maps: LinearMaps, weight_format: str, shape: tuple[int, int]
+    maps: LinearMaps, isa: str, weight_format: str, shape: tuple[int, int]
 ) -> None:
     n, k = shape
-    weight, values, bias = make_weight(weight_format, n, k)
+    weight, values, bias = make_weight(weight_format, n, k, isa=isa)
     for rows in ROWS:
         x = make_rows(rows, k)
-        expected = as_read(x) @ values.T + bias
+        read = as_read(x, isa, weight_format)
+        expected = read @ values.T + bias
         # A few roundings of float32 for each of the numbers that are added up.
-        allowed = 1e-6 * (as_read(x).abs() @ values.abs().T + as_read(x).abs().sum(1, keepdim=True) + bias.abs())
+        allowed = 1e-6 * (read.abs() @ values.abs().T + read.abs().sum(1, keepdim=True) + bias.abs())
         error = (maps.linear(x, weight).double() - expected).abs()
         assert (error <= allowed).all(), rows
 
@@ -112,22 +139,22 @@ def test_without_a_bias_sums_start_from_zero(maps: LinearMaps) -> None:
         assert torch.equal(maps.linear(torch.zeros(3, 64), weight), torch.zeros(3, 20))
 
 
-def assert_near(given: torch.Tensor, expected: torch.Tensor, identity: torch.Tensor) -> None:
+def assert_near(given: torch.Tensor, expected: torch.Tensor, identity: torch.Tensor, isa: str) -> None:
     """Within an activation's rounding, and within few of float32's of what the identity function would give."""
     error = (given.double() - expected).abs()
-    relative = 0 if ISA == "avx2" else 2**-8
+    relative = 0 if isa in ("avx2", "avx512_vnni") else 2**-8
     assert (error <= relative * expected.abs() + 4e-7 * identity.abs()).all()
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)
-def test_a_gated_linear_multiplies_its_halves(maps: LinearMaps, weight_format: str) -> None:
+def test_a_gated_linear_multiplies_its_halves(maps: LinearMaps, isa: str, weight_format: str) -> None:
     plain, _, _ = make_weight(weight_format, 160, 64, bias=False)
     interleaved, _, _ = make_weight(weight_format, 160, 64, bias=False, interleaved=True)
     for rows in (1, 7, 40):
         x = make_rows(rows, 64)
         gate, up = maps.linear(x, plain).double().split(80, dim=1)
         given = maps.gated(x, interleaved)
-        assert_near(given, torch.nn.functional.silu(gate) * up, gate * up)
+        assert_near(given, torch.nn.functional.silu(gate) * up, gate * up, isa)
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)
@@ -156,6 +183,30 @@ def test_arg_max_gives_the_lowest_of_equals_and_takes_nan_for_the_least(maps: Li
     columns, values = maps.arg_max(torch.full((1, 32), torch.nan), weight)
     assert columns.tolist() == [0]
     assert values.tolist() == [-torch.inf]
+
+
+@pytest.mark.parametrize("weight_format", FORMATS)
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
+def test_a_row_that_overflowed_spoils_its_own_outputs_and_no_other_rows(
+    maps: LinearMaps, weight_format: str, number: float
+) -> None:
+    weight, _, _ = make_weight(weight_format, 40, 96)
+    x = make_rows(5, 96)
+    clean = maps.linear(x, weight)
+    x[2, 50] = number
+    spoiled = maps.linear(x, weight)
+    assert not spoiled[2].isfinite().any()
+    others = torch.tensor([0, 1, 3, 4])
+    assert torch.equal(spoiled[others], clean[others])
+
+
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_rows_of_any_size_are_multiplied(maps: LinearMaps, weight_format: str) -> None:
+    weight, _, _ = make_weight(weight_format, 40, 96, bias=False)
+    x = make_rows(5, 96)
+    for size in (1e-20, 1e20):
+        near = maps.linear(x, weight).double() * size
+        torch.testing.assert_close(maps.linear(x * size, weight).double(), near, rtol=1e-2, atol=1e-2 * size)
 
 
 def test_what_a_linear_cannot_read_is_refused(maps: LinearMaps) -> None:

@@ -12,7 +12,8 @@ from pageframe.kernels.cpu.isa import INSTRUCTION_SETS, BuildError, choose, proc
 
 AVX2 = frozenset({"sse2", "avx2", "fma", "f16c"})
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"}
-AMX = AVX512 | {"amx_tile", "amx_bf16"}
+VNNI = AVX512 - {"avx512_bf16"} | {"avx512_vnni"}
+AMX = AVX512 | {"avx512_vnni", "amx_tile", "amx_bf16"}
 
 on_linux_x86 = pytest.mark.skipif(
     sys.platform != "linux" or platform.machine() != "x86_64", reason="reads Linux's /proc/cpuinfo of an x86-64"
@@ -26,9 +27,11 @@ def names(processor: frozenset[str], wish: str = "") -> list[str]:
 @pytest.mark.parametrize(
     ("processor", "expected"),
     [
-        (AMX, ["amx", "avx512", "avx2"]),
-        (AMX - {"amx_bf16"}, ["avx512", "avx2"]),
-        (AMX - {"avx512_bf16"}, ["avx2"]),
+        (AMX, ["amx", "avx512", "avx512_vnni", "avx2"]),
+        (AMX - {"amx_bf16"}, ["avx512", "avx512_vnni", "avx2"]),
+        (AMX - {"avx512_bf16"}, ["avx512_vnni", "avx2"]),
+        (VNNI, ["avx512_vnni", "avx2"]),
+        (VNNI - {"avx512_vnni"}, ["avx2"]),
         (AVX512, ["avx512", "avx2"]),
         (AVX512 - {"avx512dq"}, ["avx2"]),
         (AVX2, ["avx2"]),
@@ -39,7 +42,13 @@ def test_the_best_set_comes_first_and_then_the_lesser_ones(processor: frozenset[
 
 
 @pytest.mark.parametrize(
-    ("wish", "expected"), [("amx", ["amx", "avx512", "avx2"]), ("avx512", ["avx512", "avx2"]), ("avx2", ["avx2"])]
+    ("wish", "expected"),
+    [
+        ("amx", ["amx", "avx512", "avx512_vnni", "avx2"]),
+        ("avx512", ["avx512", "avx512_vnni", "avx2"]),
+        ("avx512_vnni", ["avx512_vnni", "avx2"]),
+        ("avx2", ["avx2"]),
+    ],
 )
 def test_a_wish_is_where_the_choice_begins(wish: str, expected: list[str]) -> None:
     assert names(AMX, wish) == expected

@@ -1,0 +1,98 @@
+// How tiles for AVX512 multiply with bfloat16 dot products.
+//
+// A group's codes are multiplied as bfloat16, which holds them exactly, with activations that were rounded to it.
+#pragma once
+
+#include "linear_tiles.h"
+
+namespace pageframe {
+
+constexpr bool kScaledRows = false;
+
+using Pairs = __m512bh;     // a pair of each of 16 outputs
+using GroupSums = __m512;   // of a group's products, for 16 outputs
+
+inline GroupSums no_products() { return _mm512_setzero_ps(); }
+inline GroupSums add_products(GroupSums sums, Pairs values, __m512i pair) {
+    return _mm512_dpbf16_ps(sums, values, (__m512bh)pair);
+}
+inline __m512 as_floats(GroupSums sums) { return sums; }
+
+struct Q4Codes {
+    using Record = Q4Record;
+    using Line = __m512i;
+    static constexpr int kPairsInLine = 4;
+
+    static Line load_line(const Record& record, int line) { return _mm512_loadu_si512(record.codes[line]); }
+
+    // 16 + code: the code is the upper bits of the fraction, and 16 the rest of the number.
+    template <int kPair>
+    static Pairs unpack(Line codes) {
+        constexpr int kFirstAndSecondOrThird = 0xea;
+        const __m512i turned = kPair == 0 ? codes : _mm512_ror_epi32(codes, 4 * kPair);
+        return (__m512bh)_mm512_ternarylogic_epi32(turned, _mm512_set1_epi16(0x0078), _mm512_set1_epi16(0x4180),
+                                                   kFirstAndSecondOrThird);
+    }
+
+    static __m512 scale(const Record& record) { return load_half(record.scales); }
+
+    static constexpr bool kHasOffset = true;
+    static __m512 offset(const Record& record, __m512 scale) {
+        return _mm512_fnmadd_ps(_mm512_set1_ps(16.0f), scale, load_half(record.minimums));
+    }
+};
+
+struct Q8Codes {
+    using Record = Q8Record;
+    using Line = __m512bh;
+    static constexpr int kPairsInLine = 1;
+
+    static Line load_line(const Record& record, int pair) {
+        const auto* const codes = reinterpret_cast<const __m128i*>(record.codes[pair]);
+        const __m512 first = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(codes)));
+        const __m512 second = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(codes + 1)));
+        return (__m512bh)_mm512_cvtne2ps_pbh(second, first);
+    }
+
+    template <int kPair>
+    static Pairs unpack(Line line) {
+        return line;
+    }
+
+    static __m512 scale(const Record& record) { return load_half(record.scales); }
+
+    static constexpr bool kHasOffset = false;
+};
+
+// Values of bfloat16: from the bias on, one dot product per pair.
+struct Bf16Tiles {
+    static constexpr int kMaxRows[] = {0, 6, 6, 0, 6};  // by strips
+
+    template <int kRows, int kStrips>
+    static void compute(const LinearWeight& weight, const Inputs& x, int64_t row, int64_t strip, int64_t ahead,
+                        float* out) {
+        Sums<kRows, kStrips> sums;
+        start_from_bias(sums, weight, strip);
+        const int64_t pairs = weight.k / 2;
+        const __m512i* const lines = static_cast<const __m512i*>(weight.values) + strip * pairs;
+        const Act* const first = x.values + row * x.stride;
+        for (int64_t j = 0; j < pairs; ++j) {
+            Pairs values[kStrips];
+#pragma GCC unroll 4
+            for (int s = 0; s < kStrips; ++s) {
+                const __m512i* const line = lines + s * pairs + j;
+                if (ahead != 0) prefetch(line, ahead, sizeof *line);
+                values[s] = (Pairs)_mm512_loadu_si512(line);
+            }
+#pragma GCC unroll 8
+            for (int r = 0; r < kRows; ++r) {
+                const __m512i pair = broadcast_pair(first + r * x.stride + 2 * j);
+#pragma GCC unroll 4
+                for (int s = 0; s < kStrips; ++s) sums.at[r][s] = add_products(sums.at[r][s], values[s], pair);
+            }
+        }
+        store_tile_sums(sums, out);
+    }
+};
+
+}  // namespace pageframe

@@ -1,0 +1,108 @@
+// How tiles for AVX512 multiply with dot products of 16-bit integers (VNNI), where there are none of bfloat16.
+//
+// A group's codes are multiplied with activations that are 16-bit codes of one scale a row, and added in 32-bit
+// integers: exact, since 32 products of 127 x 32,767 stay far below 2^31. Rounding a row to such codes moves an
+// activation by at most 2^-16 of the row's largest, less than rounding it to bfloat16 moves the largest ones.
+#pragma once
+
+#include "linear_tiles.h"
+
+namespace pageframe {
+
+constexpr bool kScaledRows = true;
+
+using Pairs = __m512i;      // a pair of each of 16 outputs
+using GroupSums = __m512i;  // of a group's products, for 16 outputs
+
+inline GroupSums no_products() { return _mm512_setzero_si512(); }
+inline GroupSums add_products(GroupSums sums, Pairs values, __m512i pair) {
+    return _mm512_dpwssd_epi32(sums, values, pair);
+}
+inline __m512 as_floats(GroupSums sums) { return _mm512_cvtepi32_ps(sums); }
+
+struct Q4Codes {
+    using Record = Q4Record;
+    using Line = __m512i;
+    static constexpr int kPairsInLine = 4;
+
+    static Line load_line(const Record& record, int line) { return _mm512_loadu_si512(record.codes[line]); }
+
+    // 8 * code, as it lies.
+    template <int kPair>
+    static Pairs unpack(Line codes) {
+        const __m512i turned = kPair == 0 ? codes : _mm512_ror_epi32(codes, 4 * kPair);
+        return _mm512_and_si512(turned, _mm512_set1_epi16(0x0078));
+    }
+
+    static __m512 scale(const Record& record) {
+        return _mm512_mul_ps(_mm512_set1_ps(0.125f), load_half(record.scales));
+    }
+
+    static constexpr bool kHasOffset = true;
+    static __m512 offset(const Record& record, __m512) { return load_half(record.minimums); }
+};
+
+struct Q8Codes {
+    using Record = Q8Record;
+    using Line = __m512i;
+    static constexpr int kPairsInLine = 1;
+
+    static Line load_line(const Record& record, int pair) {
+        return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(record.codes[pair])));
+    }
+
+    template <int kPair>
+    static Pairs unpack(Line line) {
+        return line;
+    }
+
+    static __m512 scale(const Record& record) { return load_half(record.scales); }
+
+    static constexpr bool kHasOffset = false;
+};
+
+// Values of bfloat16, multiplied as float32: from the bias on, one fused multiply-add per input.
+struct Bf16Tiles {
+    static constexpr int kMaxRows[] = {0, 8, 8, 0, 6};  // by strips
+
+    template <int kRows, int kStrips>
+    static void compute(const LinearWeight& weight, const Inputs& x, int64_t row, int64_t strip, int64_t ahead,
+                        float* out) {
+        Sums<kRows, kStrips> sums;
+        start_from_bias(sums, weight, strip);
+        const int64_t pairs = weight.k / 2;
+        const __m512i* const lines = static_cast<const __m512i*>(weight.values) + strip * pairs;
+        const Act* const first = x.values + row * x.stride;
+        for (int64_t j = 0; j < pairs; ++j) {
+            __m512i both[kStrips];
+#pragma GCC unroll 4
+            for (int s = 0; s < kStrips; ++s) {
+                const __m512i* const line = lines + s * pairs + j;
+                if (ahead != 0) prefetch(line, ahead, sizeof *line);
+                both[s] = _mm512_loadu_si512(line);
+            }
+            add_inputs<false>(sums, both, first + 2 * j, x.stride);
+            add_inputs<true>(sums, both, first + 2 * j + 1, x.stride);
+        }
+        store_tile_sums(sums, out);
+    }
+
+  private:
+    template <bool kSecond, int kRows, int kStrips>
+    static void add_inputs(Sums<kRows, kStrips>& sums, const __m512i* both, const Act* x, int64_t stride) {
+        const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+        __m512 values[kStrips];
+#pragma GCC unroll 4
+        for (int s = 0; s < kStrips; ++s)
+            values[s] = _mm512_castsi512_ps(kSecond ? _mm512_and_si512(both[s], upper)
+                                                    : _mm512_slli_epi32(both[s], 16));
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) {
+            const __m512 activation = _mm512_set1_ps(x[r * stride]);
+#pragma GCC unroll 4
+            for (int s = 0; s < kStrips; ++s) sums.at[r][s] = _mm512_fmadd_ps(activation, values[s], sums.at[r][s]);
+        }
+    }
+};
+
+}  // namespace pageframe
