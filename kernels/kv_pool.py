@@ -7,6 +7,7 @@ reads or writes a slot (`read`, `fill`) does it wait for all that the stream was
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Sequence
 
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 
 from pageframe.kernels.attention import fill_block, read_block
+from pageframe.kernels.huge_pages import huge_page_memory
 from pageframe.kernels.triton.transfer import page_locked, page_unlock, to_device
 
 #: What K and V are stored as where they are codes with scales: int8, and fp8 e4m3 as NVIDIA's and AMD's GPUs have it.
@@ -56,6 +58,8 @@ class KvPool:
             self._tensors = [values.view(torch.uint8), scales]
 
     def _take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        if not self._beside_gpu and self._device.type == "cpu":
+            return huge_page_memory(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
         if not self._beside_gpu:
             return torch.empty(shape, dtype=dtype, device=self._device)
         num_layers, num_blocks, *rest = shape

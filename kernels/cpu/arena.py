@@ -1,18 +1,15 @@
 """Weights side by side in memory, in the order in which a step reads them.
 
-The linears ask for memory ahead of what they multiply, past the end of a weight too: then that is the next weight. Huge
-pages, where the system has them, spare address translations.
+The linears ask for memory ahead of what they multiply, past the end of a weight too: then that is the next weight.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import mmap
 from collections.abc import Sequence
 
-import torch
-
 from pageframe.kernels.cpu.linear import PackedWeight
+from pageframe.kernels.huge_pages import huge_page_memory
 
 __all__ = ["Arena"]
 
@@ -27,10 +24,7 @@ class Arena:
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
-        memory = mmap.mmap(-1, sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes))
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        self._memory = torch.frombuffer(memory, dtype=torch.uint8)
+        self._memory = huge_page_memory(sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes))
         self._start = 0
 
     def move(self, weight: PackedWeight) -> PackedWeight:

@@ -232,8 +232,10 @@ class PieceWork {
             const float factor = sums.weight[row] > 0 ? 1.0f / sums.weight[row] : 0.0f;
             Act* const out = call_.out + (piece.first_token + row / group) * call_.out_stride +
                              (piece.kv_head * group + row % group) * head_dim;
-            for (int64_t dim = 0; dim < head_dim; dim += kLanes)
-                store_act(out + dim, multiply(load(sums.values + row * head_dim + dim), broadcast(factor)));
+            const float* const values = sums.values + row * head_dim;
+            for (int64_t dim = 0; dim < head_dim; dim += 2 * kLanes)
+                store_in_order(out + dim, multiply(load(values + dim), broadcast(factor)),
+                               multiply(load(values + dim + kLanes), broadcast(factor)));
         }
     }
 

@@ -119,15 +119,23 @@ template <int kRows, class Stored>
 inline void stream_keys(const KeyTile<Stored>& tile, const KeyTile<Stored>& next, int64_t head_dim, int64_t begin,
                         int64_t end, Matrix<const Word> queries, Matrix<float> scores) {
     // All keys take some words before any takes the next ones: the chains of one key wait for each other.
-    for (int64_t word = 0; word < head_dim / kPerWord; word += kLanes) {
+    constexpr int64_t kWords = kLanes * kWordsPerRaw;
+    for (int64_t word = 0; word < head_dim / kPerWord; word += kWords) {
         for (int64_t key = begin; key < end; key += kLanes) {
-            next.prefetch_keys(key, key + kLanes, word * kPerWord, kLanes * kPerWord);
-            Words keys[kLanes];
-            tile.load_keys(key, word, keys);
+            next.prefetch_keys(key, key + kLanes, word * kPerWord, kWords * kPerWord);
+            Words raw[kLanes];
+            tile.load_keys(key, word, raw);
             Outputs<kRows, 1> outputs;
             if (word > 0) outputs.load_from({scores.at + key, scores.stride});
 #pragma GCC unroll 16
-            for (int i = 0; i < kLanes; ++i) outputs.add(queries, word + i, keys + i);
+            for (int i = 0; i < kLanes; ++i) {
+                const Words first = word_of<Stored, 0>(raw[i]);
+                outputs.add(queries, word + i * kWordsPerRaw, &first);
+                if constexpr (kWordsPerRaw == 2) {
+                    const Words second = word_of<Stored, 1>(raw[i]);
+                    outputs.add(queries, word + 2 * i + 1, &second);
+                }
+            }
             outputs.store_to({scores.at + key, scores.stride});
         }
     }

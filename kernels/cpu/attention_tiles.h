@@ -74,11 +74,11 @@ struct KeyTile {
         prefetch(values, begin, end, dim, dims);
     }
 
-    // kLanes words of kLanes keys' K, those of one word side by side.
-    void load_keys(int64_t key, int64_t word, Words out[kLanes]) const {
+    // kLanes raw words of kLanes keys' K, from a word on, those of one raw word side by side.
+    void load_keys(int64_t key, int64_t word, Words raw[kLanes]) const {
 #pragma GCC unroll 16
-        for (int i = 0; i < kLanes; ++i) out[i] = load_slot(keys[key + i] + word * kPerWord);
-        transpose(out);
+        for (int i = 0; i < kLanes; ++i) raw[i] = load_raw(keys[key + i] + word * kPerWord);
+        transpose(raw);
     }
 
     // Asks for all keys outside [begin, end).
@@ -129,11 +129,16 @@ inline void pack_tile(const KeyTile<Stored>& tile, const KeyTile<Stored>& next, 
     for (int64_t key = begin; key < end; key += kLanes) {
         next.prefetch_keys(key, key + kLanes, 0, head_dim);
         next.prefetch_values(key, key + kLanes, 0, head_dim);
-        for (int64_t word = 0; word < head_dim / kPerWord; word += kLanes) {
-            Words keys[kLanes];
-            tile.load_keys(key, word, keys);
+        for (int64_t word = 0; word < head_dim / kPerWord; word += kLanes * kWordsPerRaw) {
+            Words raw[kLanes];
+            tile.load_keys(key, word, raw);
+            Word* const out = packed.keys + word * kTileKeys + key;
 #pragma GCC unroll 16
-            for (int i = 0; i < kLanes; ++i) store_words(packed.keys + (word + i) * kTileKeys + key, keys[i]);
+            for (int i = 0; i < kLanes; ++i) {
+                store_words(out + i * kWordsPerRaw * kTileKeys, word_of<Stored, 0>(raw[i]));
+                if constexpr (kWordsPerRaw == 2)
+                    store_words(out + (2 * i + 1) * kTileKeys, word_of<Stored, 1>(raw[i]));
+            }
         }
         for (int64_t i = key; i < key + kLanes; i += kPerWord) {
             Word* const out = packed.values + i / kPerWord * head_dim;

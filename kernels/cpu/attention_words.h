@@ -1,6 +1,10 @@
 // What attention multiplies: registers of 32-bit words, and how the numbers of a slot become such words.
 //
 // A word is two bfloat16 that one instruction multiplies and adds, or, where there is no such instruction, one float32.
+//
+// K is read as raw words, in which a slot's neighbours lie together, and turned: word_of<Stored, i>(raw) is the i-th of
+// the kWordsPerRaw words in each. V is read as load_values() gives it, two registers for 2 * kLanes numbers of a slot in
+// an order of their own, and sums of V keep that order until store_in_order() writes them.
 #pragma once
 
 #include <cstdint>
@@ -18,9 +22,11 @@ using Words = __m512i;
 #if defined(PAGEFRAME_ISA_BF16)
 using Word = uint32_t;
 constexpr int64_t kPerWord = 2;  // numbers in a word
+constexpr int kWordsPerRaw = 1;
 #else
 using Word = float;
 constexpr int64_t kPerWord = 1;
+constexpr int kWordsPerRaw = 2;
 #endif
 
 inline Words broadcast_word(const Word* at) {
@@ -60,13 +66,18 @@ inline void transpose(Words rows[kLanes]) {
 
 inline Floats multiply_add(Floats sum, Words a, Words b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
 
-// kLanes words of a slot.
-inline Words load_slot(const Bf16* at) { return _mm512_loadu_si512(at); }
-inline Words load_slot(const int8_t* at) {
+// kLanes raw words of a slot.
+inline Words load_raw(const Bf16* at) { return _mm512_loadu_si512(at); }
+inline Words load_raw(const int8_t* at) {
     const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
     const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(codes)));
     const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(codes, 1)));
     return (__m512i)_mm512_cvtne2ps_pbh(high, low);
+}
+
+template <class Stored, int kWord>
+inline Words word_of(Words raw) {
+    return raw;
 }
 
 // Two slots' next 2 * kLanes numbers, one of either in each word.
@@ -80,8 +91,12 @@ inline void pair_slots(const Words slots[kPerWord], Words out[2]) {
 }
 template <class Stored>
 inline void load_values(const Stored* const slots[kPerWord], int64_t dim, Words out[2]) {
-    const Words both[kPerWord] = {load_slot(slots[0] + dim), load_slot(slots[1] + dim)};
+    const Words both[kPerWord] = {load_raw(slots[0] + dim), load_raw(slots[1] + dim)};
     pair_slots(both, out);
+}
+inline void store_in_order(Act* at, Floats first, Floats second) {
+    store_act(at, first);
+    store_act(at + kLanes, second);
 }
 
 #else
@@ -90,19 +105,33 @@ inline Floats multiply_add(Floats sum, Words a, Words b) {
     return _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), sum);
 }
 
-inline Words load_slot(const Bf16* at) {
-    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
-    return _mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16);
+// Pairs of neighbours, as bfloat16 or 16-bit codes: their widening takes no shuffle.
+inline Words load_raw(const Bf16* at) { return _mm512_loadu_si512(at); }
+inline Words load_raw(const int8_t* at) {
+    return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
 }
-inline Words load_slot(const int8_t* at) {
-    const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
-    return _mm512_castps_si512(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes)));
+template <class Stored, int kWord>
+inline Words word_of(Words raw) {
+    if constexpr (sizeof(Stored) == 1) {
+        const __m512i code = _mm512_srai_epi32(kWord == 0 ? _mm512_slli_epi32(raw, 16) : raw, 16);
+        return _mm512_castps_si512(_mm512_cvtepi32_ps(code));
+    } else {
+        return kWord == 0 ? _mm512_slli_epi32(raw, 16) : _mm512_and_si512(raw, _mm512_set1_epi32(static_cast<int>(0xffff0000u)));
+    }
 }
 
+// The first of each pair, and the second.
 template <class Stored>
 inline void load_values(const Stored* const slots[kPerWord], int64_t dim, Words out[2]) {
-    out[0] = load_slot(slots[0] + dim);
-    out[1] = load_slot(slots[0] + dim + kLanes);
+    const Words raw = load_raw(slots[0] + dim);
+    out[0] = word_of<Stored, 0>(raw);
+    out[1] = word_of<Stored, 1>(raw);
+}
+inline void store_in_order(Act* at, Floats first, Floats second) {
+    const __m512i low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+    store_act(at, _mm512_permutex2var_ps(first, low, second));
+    store_act(at + kLanes, _mm512_permutex2var_ps(first, high, second));
 }
 
 #endif
@@ -116,18 +145,24 @@ inline Floats times_floor_power(Floats a, Floats x) { return _mm512_scalef_ps(a,
 using Word = float;
 using Words = Floats;
 constexpr int64_t kPerWord = 1;
+constexpr int kWordsPerRaw = 1;
 
 inline Words broadcast_word(const Word* at) { return _mm256_broadcast_ss(at); }
 inline Words load_words(const Word* at) { return load(at); }
 inline void store_words(Word* at, Words a) { store(at, a); }
 inline Floats multiply_add(Floats sum, Words a, Words b) { return fma(a, b, sum); }
 
-inline Words load_slot(const Bf16* at) {
+inline Words load_raw(const Bf16* at) {
     const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
 }
-inline Words load_slot(const int8_t* at) {
+inline Words load_raw(const int8_t* at) {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at))));
+}
+
+template <class Stored, int kWord>
+inline Words word_of(Words raw) {
+    return raw;
 }
 
 inline void transpose(Words rows[kLanes]) {
@@ -150,8 +185,12 @@ inline void transpose(Words rows[kLanes]) {
 
 template <class Stored>
 inline void load_values(const Stored* const slots[kPerWord], int64_t dim, Words out[2]) {
-    out[0] = load_slot(slots[0] + dim);
-    out[1] = load_slot(slots[0] + dim + kLanes);
+    out[0] = load_raw(slots[0] + dim);
+    out[1] = load_raw(slots[0] + dim + kLanes);
+}
+inline void store_in_order(Act* at, Floats first, Floats second) {
+    store_act(at, first);
+    store_act(at + kLanes, second);
 }
 
 constexpr float kLowestPower = -126.0f;

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -69,6 +70,10 @@ class LayerKind:
     num_kv_heads: int
     head_dim: int
     window: int | None
+
+
+#: The one object for a kind.
+layer_kind = cache(LayerKind)
 
 
 @dataclass(slots=True, eq=False)
@@ -190,7 +195,7 @@ class CpuBackend:
         assert isinstance(parts, CpuStep), "the plan was made by another backend"
         assert q.shape[0] == plan.num_tokens, f"q has {q.shape[0]} tokens, the plan {plan.num_tokens}"
         assert kv_cache.shape[3] == plan.block_size, f"blocks of {kv_cache.shape[3]}, the plan's {plan.block_size}"
-        kind = LayerKind(q.shape[1], kv_cache.shape[2], q.shape[2], window)
+        kind = layer_kind(q.shape[1], kv_cache.shape[2], q.shape[2], window)
         if out is None:
             out = torch.empty(q.shape, dtype=q.dtype)
         queries = q if self._is_direct(q) else q.to(self.act_dtype).contiguous()

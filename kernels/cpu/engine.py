@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pageframe.kernels.cpu.backend import CpuStep, LayerKind
+from pageframe.kernels.cpu.backend import CpuStep, LayerKind, layer_kind
 from pageframe.kernels.cpu.build import chosen_isa, load_library
 from pageframe.kernels.cpu.linear import LinearMaps, PackedWeight
 from pageframe.kernels.cpu.structs import Layer, LayerStep, address
@@ -94,7 +94,7 @@ class CpuKernels(LinearMaps):
             norm_eps=shape.norm_eps,
             attention_scale=shape.attention_scale,
         )
-        kind = LayerKind(shape.num_heads, shape.num_kv_heads, shape.head_dim, window)
+        kind = layer_kind(shape.num_heads, shape.num_kv_heads, shape.head_dim, window)
         return CompiledLayer(struct, kind, (qkv, o, gate_up, down, *norms))
 
     def begin_step(
@@ -131,22 +131,31 @@ class CompiledStep:
         self._parts = plan.parts
         self._parts.step.positions, self._parts.step.slots = positions.data_ptr(), slots.data_ptr()
         self._structs: dict[LayerKind, LayerStep] = {}
+        # Of the layer before: looking a kind up takes longer than all else that Python does for a layer.
+        self._kind: LayerKind | None = None
+        self._shared: LayerStep
         self._scratch: list[Tensor] = []
 
     def run(self, layer: CompiledLayer, hidden: Tensor, kv_cache: Tensor, kv_scales: Tensor | None = None) -> None:
         """Add the layer's output to `hidden`, float32 [num_tokens, hidden_size], in place, and write K and V of the
         step's tokens to their slots of `kv_cache`, bfloat16, or int8 where there are scales."""
         assert kv_cache.dtype == (torch.bfloat16 if kv_scales is None else torch.int8), f"the K/V are {kv_cache.dtype}"
-        shared = self._structs.get(layer.kind)
-        if shared is None:
-            shared = self._structs[layer.kind] = self._prepare(layer)
+        if layer.kind is not self._kind:
+            self._kind, self._shared = layer.kind, self._shared_by(layer)
         self._kernels.library.pageframe_layer(
             ctypes.addressof(layer.struct),
-            ctypes.addressof(shared),
+            ctypes.addressof(self._shared),
             kv_cache.data_ptr(),
             address(kv_scales),
             hidden.data_ptr(),
         )
+
+    def _shared_by(self, layer: CompiledLayer) -> LayerStep:
+        """What all layers of this one's kind read of the step."""
+        shared = self._structs.get(layer.kind)
+        if shared is None:
+            shared = self._structs[layer.kind] = self._prepare(layer)
+        return shared
 
     def _prepare(self, layer: CompiledLayer) -> LayerStep:
         _, _, cos, sin = self._tensors

@@ -81,6 +81,7 @@ void compute_rows(const TileSet& tiles, const LinearWeight& weight, int64_t stri
     const int64_t width = std::min(strips * kStrip, weight.n - strip * kStrip);
     for (int64_t t = 0; t < count; ++t) {  // heights as equal as can be
         const int64_t first = piece.row + rows * t / count, last = piece.row + rows * (t + 1) / count;
+        for (int64_t row = first; row < last; ++row) epilogue.expect(row, piece.strip * kStrip, width);
         for (int64_t s = 0; s < strips;) {
             const auto [tile, done] = tiles.widest(last - first, strips - s);
             tile(weight, x, first, strip + s, t == 0 ? ahead : 0, sums + s * kStrip);

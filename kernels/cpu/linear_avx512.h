@@ -17,6 +17,7 @@ namespace pageframe {
 template <class Codes>
 struct StoredCodes : Codes {
     using Record = typename Codes::Record;
+    static constexpr int kMaxRows = 8, kMaxWideRows = 3;  // of a tile; wide: four strips
     const Record* records;  // of the first strip
     int64_t groups;
 
@@ -37,6 +38,7 @@ template <class Codes>
 struct UnpackedCodes : StoredCodes<Codes> {
     using Line = Pairs;
     static constexpr int kPairsInLine = 1;
+    static constexpr int kMaxRows = kUnpackedRows, kMaxWideRows = kUnpackedWideRows;
     const __m512i* pairs;  // of the first strip
 
     UnpackedCodes(const LinearWeight& weight, int64_t strip)
@@ -68,7 +70,7 @@ struct Products {
 
 template <class Source>
 struct GroupedTiles {
-    static constexpr int kMaxRows[] = {0, 8, 8, 0, 3};  // by strips
+    static constexpr int kMaxRows[] = {0, Source::kMaxRows, Source::kMaxRows, 0, Source::kMaxWideRows};  // by strips
 
     template <int kRows, int kStrips>
     static void compute(const LinearWeight& weight, const Inputs& x, int64_t row, int64_t strip, int64_t ahead,
@@ -85,7 +87,7 @@ struct GroupedTiles {
                 for (int s = 0; s < kStrips; ++s) prefetch(&source.record(s, g), ahead, sizeof(source.record(s, g)));
             Products<kRows, kStrips> products;
             const Dot* const first = x.dots(row) + g * kGroup;
-#pragma GCC unroll 2
+#pragma GCC unroll kLinesAtOnce
             for (int line = 0; line < kGroup / 2 / Source::kPairsInLine; ++line) {
                 typename Source::Line lines[kStrips];
 #pragma GCC unroll 4

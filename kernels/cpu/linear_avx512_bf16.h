@@ -8,6 +8,8 @@
 namespace pageframe {
 
 constexpr bool kScaledRows = false;
+constexpr int kLinesAtOnce = 2;  // unrolled
+constexpr int kUnpackedRows = 8, kUnpackedWideRows = 3;  // of a tile of unpacked codes
 
 using Pairs = __m512bh;     // a pair of each of 16 outputs
 using GroupSums = __m512;   // of a group's products, for 16 outputs

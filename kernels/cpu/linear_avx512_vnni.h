@@ -10,13 +10,17 @@
 namespace pageframe {
 
 constexpr bool kScaledRows = true;
+constexpr int kLinesAtOnce = 16;  // unrolled; with fewer, GCC 12 moves sums between registers from line to line
+constexpr int kUnpackedRows = 6, kUnpackedWideRows = 6;  // of a tile of unpacked codes
 
 using Pairs = __m512i;      // a pair of each of 16 outputs
 using GroupSums = __m512i;  // of a group's products, for 16 outputs
 
 inline GroupSums no_products() { return _mm512_setzero_si512(); }
 inline GroupSums add_products(GroupSums sums, Pairs values, __m512i pair) {
-    return _mm512_dpwssd_epi32(sums, values, pair);
+    // GCC 12 surrounds the intrinsic with copies of registers.
+    asm("vpdpwssd %2, %1, %0" : "+v"(sums) : "v"(values), "v"(pair));
+    return sums;
 }
 inline __m512 as_floats(GroupSums sums) { return _mm512_cvtepi32_ps(sums); }
 

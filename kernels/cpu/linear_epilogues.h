@@ -1,7 +1,8 @@
 // What becomes of a linear's sums. An epilogue is called with `width` neighbouring outputs of one row:
 //     epilogue(row, column, width, sums)
 // where column is a multiple of 16 and sums holds `width` floats, and is readable up to the next multiple of 16. Each
-// output is given to one thread, once.
+// output is given to one thread, once. Before, expect(row, column, width) may ask for the memory that they will go to:
+// over many rows it is in no near cache, and a store does not wait in the shadow of products.
 #pragma once
 
 #include <limits>
@@ -17,10 +18,22 @@ inline void store_first(float* at, Floats values, int64_t count) {
     std::copy(all, all + count, at);
 }
 
+// Asks for `width` numbers that will be written.
+template <class Number>
+inline void expect_writes(const Number* at, int64_t width) {
+    const char* const first = reinterpret_cast<const char*>(at);
+    for (int64_t i = 0; i < width * static_cast<int64_t>(sizeof(Number)); i += kCacheLine)
+        __builtin_prefetch(first + i, 1);
+}
+
 // out[row][column] = sum.
 struct Store {
     float* out;
     int64_t stride;
+
+    void expect(int64_t row, int64_t column, int64_t width) const {
+        expect_writes(out + row * stride + column, width);
+    }
 
     void operator()(int64_t row, int64_t column, int64_t width, const float* sums) const {
         float* const at = out + row * stride + column;
@@ -32,6 +45,10 @@ struct Store {
 struct AddTo {
     float* out;
     int64_t stride;
+
+    void expect(int64_t row, int64_t column, int64_t width) const {
+        expect_writes(out + row * stride + column, width);
+    }
 
     void operator()(int64_t row, int64_t column, int64_t width, const float* sums) const {
         float* const at = out + row * stride + column;
@@ -45,6 +62,10 @@ struct AddTo {
 struct GatedSilu {
     Act* out;
     int64_t stride;
+
+    void expect(int64_t row, int64_t column, int64_t width) const {
+        expect_writes(out + row * stride + column / 2, width / 2);
+    }
 
     void operator()(int64_t row, int64_t column, int64_t width, const float* sums) const {
         Act* at = out + row * stride + column / 2;
@@ -71,6 +92,8 @@ struct Best {
 // cleared before and merged by merge_best() after.
 struct ArgMax {
     Best* best;  // [rows]
+
+    void expect(int64_t, int64_t, int64_t) const {}
 
     void operator()(int64_t row, int64_t column, int64_t width, const float* sums) const {
         Best& kept = best[row];
