@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 # Its default spins for milliseconds: with another busy process on the cores, each of a step's hundreds of parallel
 # operations then waits for a thread that has lost its core to a spinning one (benchmarks/LOG.md has the figures).
 if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    os.environ.setdefault("GOMP_SPINCOUNT", "30000")
 
 __all__ = ["LLM", "ChoiceResult", "GenerationResult", "SamplingParams"]
 

@@ -78,6 +78,8 @@ class Sampler:
         if found is None:
             return self.sample_logits(self._logits(hidden), batch)
         ids, best = found[0].numpy(), found[1].numpy()
+        if len(plain) == len(batch) and np.isfinite(best).all():
+            return StepResult(ids.astype(np.int32), {})
         token_ids = np.zeros(len(batch), np.int32)
         token_ids[plain] = ids
         # A row without a finite logit is worth the long way.
