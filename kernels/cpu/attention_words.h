@@ -64,7 +64,7 @@ inline void transpose(Words rows[kLanes]) {
 
 #if defined(PAGEFRAME_ISA_BF16)
 
-inline Floats multiply_add(Floats sum, Words a, Words b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
+inline Floats multiply_add(Floats sum, Words a, Words b) { return dot_bf16(sum, a, b); }
 
 // kLanes raw words of a slot.
 inline Words load_raw(const Bf16* at) { return _mm512_loadu_si512(at); }
@@ -72,7 +72,7 @@ inline Words load_raw(const int8_t* at) {
     const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
     const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(codes)));
     const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(codes, 1)));
-    return (__m512i)_mm512_cvtne2ps_pbh(high, low);
+    return round_to_bf16(high, low);
 }
 
 template <class Stored, int kWord>

@@ -10,23 +10,9 @@ namespace pageframe {
 
 constexpr float kMaxCode = 127.0f;
 
-#if defined(PAGEFRAME_ISA_AVX512) && !defined(PAGEFRAME_ISA_BF16)
-// As to_bf16() rounds each.
-inline __m256i rounded_to_bf16(Floats numbers) {
-    const __m512i bits = _mm512_castps_si512(numbers);
-    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    const __m512i nearest = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-    const __m512i quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));
-    const __mmask16 is_nan = _mm512_cmp_ps_mask(numbers, numbers, _CMP_UNORD_Q);
-    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_mask_mov_epi32(nearest, is_nan, quiet), 16));
-}
-#endif
-
 inline void store_bf16(Bf16* at, Floats numbers) {
-#if defined(PAGEFRAME_ISA_BF16)
-    store_act(at, numbers);
-#elif defined(PAGEFRAME_ISA_AVX512)
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), rounded_to_bf16(numbers));
+#if defined(PAGEFRAME_ISA_AVX512)
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), round_to_bf16(numbers));
 #else
     float rounded[kLanes];
     store(rounded, numbers);

@@ -106,14 +106,6 @@ inline void rotate(float* head, const float* cos, const float* sin, int64_t half
     }
 }
 
-// Claims the rows [0, num_rows) in pieces and calls work(row) for each.
-template <class Work>
-void each_row(Team& team, int64_t num_rows, Work work) {
-    const int64_t piece = std::max<int64_t>(1, num_rows / (8 * team.size()));
-    for (int64_t begin; (begin = piece * team.claim()) < num_rows;)
-        for (int64_t row = begin; row < std::min(num_rows, begin + piece); ++row) work(row);
-}
-
 // One layer of one step.
 class LayerRun {
   public:

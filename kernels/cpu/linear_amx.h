@@ -47,8 +47,8 @@ inline void unpack_tile(const Q4Record& record, void* tile) {
         };
 #pragma GCC unroll 4
         for (int pair = 0; pair < 4; ++pair) {
-            const __m512bh halves = _mm512_cvtne2ps_pbh(values(4 * pair + 19), values(4 * pair + 3));
-            _mm512_store_si512(pairs++, _mm512_permutexvar_epi16(in_turn, (__m512i)halves));
+            const __m512i halves = round_to_bf16(values(4 * pair + 19), values(4 * pair + 3));
+            _mm512_store_si512(pairs++, _mm512_permutexvar_epi16(in_turn, halves));
         }
     }
 }
@@ -65,8 +65,8 @@ inline void unpack_tile(const Q8Record& record, void* tile) {
     __m512i* const pairs = static_cast<__m512i*>(tile);
     for (int pair = 0; pair < kGroup / 2; ++pair) {
         const auto& codes = record.codes[pair];
-        const __m512bh both = _mm512_cvtne2ps_pbh(values(codes + kStrip / 2, upper), values(codes, lower));
-        _mm512_store_si512(pairs + pair, (__m512i)both);
+        const __m512i both = round_to_bf16(values(codes + kStrip / 2, upper), values(codes, lower));
+        _mm512_store_si512(pairs + pair, both);
     }
 }
 

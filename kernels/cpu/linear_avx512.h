@@ -36,7 +36,7 @@ struct StoredCodes : Codes {
 // Or, for many rows, memory where they are unpacked; the records are then the weight's `scales`.
 template <class Codes>
 struct UnpackedCodes : StoredCodes<Codes> {
-    using Line = Pairs;
+    using Line = __m512i;
     static constexpr int kPairsInLine = 1;
     static constexpr int kMaxRows = kUnpackedRows, kMaxWideRows = kUnpackedWideRows;
     const __m512i* pairs;  // of the first strip
@@ -46,11 +46,11 @@ struct UnpackedCodes : StoredCodes<Codes> {
           pairs(static_cast<const __m512i*>(weight.values) + strip * (weight.k / 2)) {}
 
     Line load(int64_t strip, int64_t group, int pair) const {
-        return (Pairs)_mm512_load_si512(pairs + (strip * this->groups + group) * (kGroup / 2) + pair);
+        return _mm512_load_si512(pairs + (strip * this->groups + group) * (kGroup / 2) + pair);
     }
 
     template <int kPair>
-    static Pairs unpack(Line line) {
+    static __m512i unpack(Line line) {
         return line;
     }
 };
@@ -106,7 +106,7 @@ struct GroupedTiles {
     template <int kPair = 0, int kRows, int kStrips>
     static void add_line(Products<kRows, kStrips>& products, const typename Source::Line* lines, const Dot* x,
                          int64_t stride) {
-        Pairs values[kStrips];
+        __m512i values[kStrips];
 #pragma GCC unroll 4
         for (int s = 0; s < kStrips; ++s) values[s] = Source::template unpack<kPair>(lines[s]);
 #pragma GCC unroll 8
@@ -142,7 +142,7 @@ struct GroupedTiles {
 
 template <class Codes, int kPair = 0>
 void unpack_line(typename Codes::Line line, __m512i* pairs) {
-    _mm512_store_si512(pairs + kPair, (__m512i)Codes::template unpack<kPair>(line));
+    _mm512_store_si512(pairs + kPair, Codes::template unpack<kPair>(line));
     if constexpr (kPair + 1 < Codes::kPairsInLine) unpack_line<Codes, kPair + 1>(line, pairs);
 }
 

@@ -11,12 +11,11 @@ constexpr bool kScaledRows = false;
 constexpr int kLinesAtOnce = 2;  // unrolled
 constexpr int kUnpackedRows = 8, kUnpackedWideRows = 3;  // of a tile of unpacked codes
 
-using Pairs = __m512bh;     // a pair of each of 16 outputs
-using GroupSums = __m512;   // of a group's products, for 16 outputs
+using GroupSums = __m512;  // of a group's products, for 16 outputs
 
 inline GroupSums no_products() { return _mm512_setzero_ps(); }
-inline GroupSums add_products(GroupSums sums, Pairs values, __m512i pair) {
-    return _mm512_dpbf16_ps(sums, values, (__m512bh)pair);
+inline GroupSums add_products(GroupSums sums, __m512i values, __m512i pair) {
+    return dot_bf16(sums, values, pair);
 }
 inline __m512 as_floats(GroupSums sums) { return sums; }
 
@@ -29,11 +28,11 @@ struct Q4Codes {
 
     // 16 + code: the code is the upper bits of the fraction, and 16 the rest of the number.
     template <int kPair>
-    static Pairs unpack(Line codes) {
+    static __m512i unpack(Line codes) {
         constexpr int kFirstAndSecondOrThird = 0xea;
         const __m512i turned = kPair == 0 ? codes : _mm512_ror_epi32(codes, 4 * kPair);
-        return (__m512bh)_mm512_ternarylogic_epi32(turned, _mm512_set1_epi16(0x0078), _mm512_set1_epi16(0x4180),
-                                                   kFirstAndSecondOrThird);
+        return _mm512_ternarylogic_epi32(turned, _mm512_set1_epi16(0x0078), _mm512_set1_epi16(0x4180),
+                                         kFirstAndSecondOrThird);
     }
 
     static __m512 scale(const Record& record) { return load_half(record.scales); }
@@ -46,18 +45,18 @@ struct Q4Codes {
 
 struct Q8Codes {
     using Record = Q8Record;
-    using Line = __m512bh;
+    using Line = __m512i;
     static constexpr int kPairsInLine = 1;
 
     static Line load_line(const Record& record, int pair) {
         const auto* const codes = reinterpret_cast<const __m128i*>(record.codes[pair]);
         const __m512 first = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(codes)));
         const __m512 second = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(codes + 1)));
-        return (__m512bh)_mm512_cvtne2ps_pbh(second, first);
+        return round_to_bf16(second, first);
     }
 
     template <int kPair>
-    static Pairs unpack(Line line) {
+    static __m512i unpack(Line line) {
         return line;
     }
 
@@ -79,12 +78,12 @@ struct Bf16Tiles {
         const __m512i* const lines = static_cast<const __m512i*>(weight.values) + strip * pairs;
         const Act* const first = x.values + row * x.stride;
         for (int64_t j = 0; j < pairs; ++j) {
-            Pairs values[kStrips];
+            __m512i values[kStrips];
 #pragma GCC unroll 4
             for (int s = 0; s < kStrips; ++s) {
                 const __m512i* const line = lines + s * pairs + j;
                 if (ahead != 0) prefetch(line, ahead, sizeof *line);
-                values[s] = (Pairs)_mm512_loadu_si512(line);
+                values[s] = _mm512_loadu_si512(line);
             }
 #pragma GCC unroll 8
             for (int r = 0; r < kRows; ++r) {

@@ -13,11 +13,10 @@ constexpr bool kScaledRows = true;
 constexpr int kLinesAtOnce = 16;  // unrolled; with fewer, GCC 12 moves sums between registers from line to line
 constexpr int kUnpackedRows = 6, kUnpackedWideRows = 6;  // of a tile of unpacked codes
 
-using Pairs = __m512i;      // a pair of each of 16 outputs
 using GroupSums = __m512i;  // of a group's products, for 16 outputs
 
 inline GroupSums no_products() { return _mm512_setzero_si512(); }
-inline GroupSums add_products(GroupSums sums, Pairs values, __m512i pair) {
+inline GroupSums add_products(GroupSums sums, __m512i values, __m512i pair) {
     // GCC 12 surrounds the intrinsic with copies of registers.
     asm("vpdpwssd %2, %1, %0" : "+v"(sums) : "v"(values), "v"(pair));
     return sums;
@@ -33,7 +32,7 @@ struct Q4Codes {
 
     // 8 * code, as it lies.
     template <int kPair>
-    static Pairs unpack(Line codes) {
+    static __m512i unpack(Line codes) {
         const __m512i turned = kPair == 0 ? codes : _mm512_ror_epi32(codes, 4 * kPair);
         return _mm512_and_si512(turned, _mm512_set1_epi16(0x0078));
     }
@@ -56,7 +55,7 @@ struct Q8Codes {
     }
 
     template <int kPair>
-    static Pairs unpack(Line line) {
+    static __m512i unpack(Line line) {
         return line;
     }
 

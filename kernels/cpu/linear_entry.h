@@ -11,21 +11,30 @@ namespace pageframe {
 class RoundedRows {
   public:
     RoundedRows(const LinearWeight& weight, const float* x, int64_t rows)
-        : values_(rows * weight.k), rows_(rows), k_(weight.k) {
-        for (int64_t i = 0; i < rows * k_; i += kLanes) store_act(values_.data() + i, load(x + i));
-        if (!needs_extras(weight)) return;
+        : x_(x), needs_extras_(needs_extras(weight)), values_(rows * weight.k), rows_(rows), k_(weight.k) {
+        if (!needs_extras_) return;
         ScratchLayout sizes(nullptr);
         lay_out_extras(sizes, rows, k_);
         memory_.resize(sizes.bytes());
         ScratchLayout layout(memory_.data());
         extras_ = lay_out_extras(layout, rows, k_);
-        for (int64_t row = 0; row < rows; ++row) prepare_row(values_.data() + row * k_, k_, row, extras_);
     }
     RoundedRows(const RoundedRows&) = delete;
+
+    // By all threads of a team; a barrier comes after it.
+    void fill(Team& team) {
+        each_row(team, rows_, [&](int64_t row) {
+            Act* const values = values_.data() + row * k_;
+            for (int64_t i = 0; i < k_; i += kLanes) store_act(values + i, load(x_ + row * k_ + i));
+            if (needs_extras_) prepare_row(values, k_, row, extras_);
+        });
+    }
 
     Inputs inputs() const { return {values_.data(), k_, extras_, rows_}; }
 
   private:
+    const float* const x_;
+    const bool needs_extras_;
     std::vector<Act> values_;
     std::vector<char> memory_;
     RowExtras extras_{};
@@ -35,11 +44,13 @@ class RoundedRows {
 // Calls epilogue_of(rank) for each thread's epilogue.
 template <class EpilogueOf>
 void linear_by_team(const LinearWeight& weight, const float* x, int64_t rows, int threads, EpilogueOf epilogue_of) {
-    const RoundedRows rounded(weight, x, rows);
+    RoundedRows rounded(weight, x, rows);
     const int64_t own_bytes = divide_up(linear_scratch_bytes(weight.k), kCacheLine) * kCacheLine;
     std::vector<char> scratch(threads * own_bytes + kCacheLine);
     char* const aligned = scratch.data() + (-reinterpret_cast<uintptr_t>(scratch.data()) & (kCacheLine - 1));
     run_team(threads, [&](Team& team, int rank) {
+        rounded.fill(team);
+        team.barrier();
         linear(team, weight, rounded.inputs(), epilogue_of(rank), aligned + rank * own_bytes);
     });
 }

@@ -8,6 +8,7 @@
 #include <omp.h>
 #include <sched.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 
@@ -52,6 +53,14 @@ class Team {
     alignas(64) std::atomic<uint32_t> round_{0};
     alignas(64) std::atomic<int64_t> next_{0};
 };
+
+// Claims the rows [0, num_rows) in pieces and calls work(row) for each.
+template <class Work>
+void each_row(Team& team, int64_t num_rows, Work work) {
+    const int64_t piece = std::max<int64_t>(1, num_rows / (8 * team.size()));
+    for (int64_t begin; (begin = piece * team.claim()) < num_rows;)
+        for (int64_t row = begin; row < std::min(num_rows, begin + piece); ++row) work(row);
+}
 
 // Runs work(team, rank) on `threads` threads at once.
 template <class Work>

@@ -10,6 +10,9 @@
 #include <initializer_list>
 
 #include "types.h"
+#if defined(PAGEFRAME_ISA_AVX512)
+#include "bf16.h"
+#endif
 
 namespace pageframe {
 
@@ -47,7 +50,7 @@ inline float reduce_max(Floats a) { return _mm512_reduce_max_ps(a); }
 #if defined(PAGEFRAME_ISA_BF16)
 // Rounded to nearest even.
 inline void store_act(Act* at, Floats a) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), (__m256i)_mm512_cvtneps_pbh(a));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), round_to_bf16(a));
 }
 inline Floats load_act(const Act* at) {
     const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));

@@ -6,23 +6,20 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from pageframe.kernels.attention import UnsupportedError, kv_cache_shape
-from pageframe.kernels.cpu import build
 from pageframe.kernels.cpu.backend import CpuBackend
 from pageframe.kernels.kv_pool import KvPool
 
 from .cases import Case, Shape, Step, make_case, make_layer
 from .oracle import attend, write
+from .test_cpu_engine_linear import instruction_sets, library_of
 from .test_paged_attention import SHAPES, around_block_edges
 
-ENGINE = Path(build.__file__).parent / "engine.cpp"
 BF16 = torch.bfloat16
 CPU_SHAPES = [
     *(dataclasses.replace(shape, dtype=BF16) for shape in SHAPES),
@@ -32,24 +29,10 @@ CPU_SHAPES = [
 ]
 
 
-@cache
-def load(isa: str) -> CpuBackend | str:
-    """The backend of an instruction set, or why this machine has none."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PAGEFRAME_CPU_ISA", isa)
-        try:
-            library = build.Builder(ENGINE).load()
-        except build.BuildError as error:
-            return str(error)
-    return CpuBackend(library.functions) if library.isa == isa else f"compiled for {library.isa}"
-
-
-@pytest.fixture(params=["avx512", "avx512_vnni", "avx2"])
+@pytest.fixture(scope="module", params=instruction_sets(), ids=lambda isa: getattr(isa, "name", "none"))
 def cpu(request: pytest.FixtureRequest) -> CpuBackend:
-    loaded = load(request.param)
-    if isinstance(loaded, str):
-        pytest.skip(loaded)
-    return loaded
+    """Each instruction set's in turn."""
+    return CpuBackend(library_of(request.param).functions)
 
 
 @pytest.fixture(params=[1, 3])

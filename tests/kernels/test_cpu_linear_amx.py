@@ -19,15 +19,15 @@ from pageframe.kernels.cpu.isa import INSTRUCTION_SETS, BuildError, InstructionS
 from pageframe.kernels.cpu.linear import LinearMaps, PackedWeight
 from pageframe.kernels.cpu.packing import pack_bf16
 
-from .test_cpu_engine_linear import FORMATS, SHAPES, make_rows, make_weight
+from .test_cpu_engine_linear import EMULATED_BF16, FORMATS, SHAPES, make_rows, make_weight
 
 ENGINE = Path(build.__file__).parent / "engine.cpp"
-AMX, AVX512 = (isa for isa in INSTRUCTION_SETS if isa.name in ("amx", "avx512"))
+AMX = next(isa for isa in INSTRUCTION_SETS if isa.name == "amx")
 EMULATED = InstructionSet(
     "emulated amx",
-    AVX512.needs,
-    (*AVX512.compiler_flags, "-DPAGEFRAME_ISA_AMX=1", "-DPAGEFRAME_EMULATE_AMX=1"),
-    AVX512.probe,
+    EMULATED_BF16.needs,
+    (*EMULATED_BF16.compiler_flags, "-DPAGEFRAME_ISA_AMX=1", "-DPAGEFRAME_EMULATE_AMX=1"),
+    EMULATED_BF16.probe,
 )
 # Less than a tile of rows, whole ones, and what remains; strips unpacked as they are used, and before.
 ROWS = (0, 1, 2, 15, 16, 17, 31, 32, 33, 47, 48, 49, 64, 65, 300)
@@ -40,7 +40,7 @@ def maps() -> LinearMaps:
     except BuildError as error:
         pytest.skip(str(error))
     if not processor.issuperset(EMULATED.needs):
-        pytest.skip("what surrounds the emulated tiles needs AVX512 with bfloat16")
+        pytest.skip("what surrounds the emulated tiles needs AVX512")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "choose", lambda *_: (EMULATED,))
         try:
