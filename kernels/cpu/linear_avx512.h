@@ -76,10 +76,7 @@ struct GroupedTiles {
     static void compute(const LinearWeight& weight, const Inputs& x, int64_t row, int64_t strip, int64_t ahead,
                         float* out) {
         Sums<kRows, kStrips> sums;
-        if (kScaledRows)
-            sums.fill(_mm512_setzero_ps());
-        else
-            start_from_bias(sums, weight, strip);
+        start_from_bias(sums, weight, strip);
         const Source source(weight, strip);
         for (int64_t g = 0; g < source.groups; ++g) {
             if (ahead != 0)
@@ -94,11 +91,8 @@ struct GroupedTiles {
                 for (int s = 0; s < kStrips; ++s) lines[s] = source.load(s, g, line);
                 add_line(products, lines, first + line * 2 * Source::kPairsInLine, x.stride);
             }
-            add_scaled(sums, products, source, g, x.extras.group_sums + row * source.groups + g);
+            add_scaled(sums, products, source, g, x.extras, row * source.groups + g);
         }
-#if defined(PAGEFRAME_ISA_VNNI)
-        scale_rows(sums, weight, strip, x.extras.scales + row);
-#endif
         store_tile_sums(sums, out);
     }
 
@@ -119,22 +113,24 @@ struct GroupedTiles {
         if constexpr (kPair + 1 < Source::kPairsInLine) add_line<kPair + 1>(products, lines, x, stride);
     }
 
-    // group_sums is the first row's of group g; the next rows' are source.groups apart.
+    // `first` is the place of the first row's group g in the extras; the next rows' are source.groups apart.
     template <int kRows, int kStrips>
     static void add_scaled(Sums<kRows, kStrips>& sums, const Products<kRows, kStrips>& products,
-                           const Source& source, int64_t g, const float* group_sums) {
+                           const Source& source, int64_t g, const RowExtras& extras, int64_t first) {
 #pragma GCC unroll 4
         for (int s = 0; s < kStrips; ++s) {
             const __m512 scale = Source::scale(source.record(s, g));
 #pragma GCC unroll 8
             for (int r = 0; r < kRows; ++r)
-                sums.at[r][s] = _mm512_fmadd_ps(scale, as_floats(products.at[r][s]), sums.at[r][s]);
+                sums.at[r][s] = _mm512_fmadd_ps(
+                    scale, as_floats(products.at[r][s], extras, first + r * source.groups), sums.at[r][s]);
             if constexpr (Source::kHasOffset) {
                 const __m512 offset = Source::offset(source.record(s, g), scale);
 #pragma GCC unroll 8
                 for (int r = 0; r < kRows; ++r)
                     sums.at[r][s] =
-                        _mm512_fmadd_ps(offset, _mm512_set1_ps(group_sums[r * source.groups]), sums.at[r][s]);
+                        _mm512_fmadd_ps(offset, _mm512_set1_ps(extras.group_sums[first + r * source.groups]),
+                                        sums.at[r][s]);
             }
         }
     }

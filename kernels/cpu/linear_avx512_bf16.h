@@ -7,7 +7,6 @@
 
 namespace pageframe {
 
-constexpr bool kScaledRows = false;
 constexpr int kLinesAtOnce = 2;  // unrolled
 constexpr int kUnpackedRows = 8, kUnpackedWideRows = 3;  // of a tile of unpacked codes
 
@@ -17,7 +16,7 @@ inline GroupSums no_products() { return _mm512_setzero_ps(); }
 inline GroupSums add_products(GroupSums sums, __m512i values, __m512i pair) {
     return dot_bf16(sums, values, pair);
 }
-inline __m512 as_floats(GroupSums sums) { return sums; }
+inline __m512 as_floats(GroupSums sums, const RowExtras&, int64_t) { return sums; }
 
 struct Q4Codes {
     using Record = Q4Record;

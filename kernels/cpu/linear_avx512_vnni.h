@@ -1,15 +1,14 @@
 // How tiles for AVX512 multiply with dot products of 16-bit integers (VNNI), where there are none of bfloat16.
 //
-// A group's codes are multiplied with activations that are 16-bit codes of one scale a row, and added in 32-bit
-// integers: exact, since 32 products of 127 x 32,767 stay far below 2^31. Rounding a row to such codes moves an
-// activation by at most 2^-16 of the row's largest, less than rounding it to bfloat16 moves the largest ones.
+// A group's codes are multiplied with activations that are 16-bit codes of a scale of their own, and added in 32-bit
+// integers: exact, since 32 products of 128 x 32,767 stay far below 2^31. Rounding to such codes moves an activation by
+// at most 2^-16 of its group's largest.
 #pragma once
 
 #include "linear_tiles.h"
 
 namespace pageframe {
 
-constexpr bool kScaledRows = true;
 constexpr int kLinesAtOnce = 16;  // unrolled; with fewer, GCC 12 moves sums between registers from line to line
 constexpr int kUnpackedRows = 6, kUnpackedWideRows = 6;  // of a tile of unpacked codes
 
@@ -21,7 +20,9 @@ inline GroupSums add_products(GroupSums sums, __m512i values, __m512i pair) {
     asm("vpdpwssd %2, %1, %0" : "+v"(sums) : "v"(values), "v"(pair));
     return sums;
 }
-inline __m512 as_floats(GroupSums sums) { return _mm512_cvtepi32_ps(sums); }
+inline __m512 as_floats(GroupSums sums, const RowExtras& extras, int64_t group) {
+    return _mm512_mul_ps(_mm512_set1_ps(extras.scales[group]), _mm512_cvtepi32_ps(sums));
+}
 
 struct Q4Codes {
     using Record = Q4Record;

@@ -10,7 +10,7 @@
 
 namespace pageframe {
 
-// What weights of 4 and 8 bits are multiplied with: activations as they are, or as 16-bit codes of one scale a row.
+// What weights of 4 and 8 bits are multiplied with: activations as they are, or as 16-bit codes of one scale a group.
 #if defined(PAGEFRAME_ISA_VNNI)
 using Dot = int16_t;
 #else
@@ -22,7 +22,7 @@ struct RowExtras {
     float* group_sums;  // [rows, k / 32]: of what is multiplied
 #if defined(PAGEFRAME_ISA_VNNI)
     Dot* codes;     // [rows, k]
-    float* scales;  // [rows]
+    float* scales;  // [rows, k / 32]
 #endif
 };
 
@@ -31,7 +31,7 @@ inline RowExtras lay_out_extras(ScratchLayout& layout, int64_t rows, int64_t k) 
     extras.group_sums = layout.take<float>(rows * (k / kGroup));
 #if defined(PAGEFRAME_ISA_VNNI)
     extras.codes = layout.take<Dot>(rows * k);
-    extras.scales = layout.take<float>(rows);
+    extras.scales = layout.take<float>(rows * (k / kGroup));
 #endif
     return extras;
 }
@@ -67,32 +67,35 @@ inline bool needs_extras([[maybe_unused]] const LinearWeight& weight) {
 
 constexpr float kMaxDot = 32767.0f;
 
-// The largest magnitude of a row: inf or NaN if there is one.
-inline float largest_magnitude(const float* row, int64_t k) {
-    __m512i most = _mm512_setzero_si512();
-    for (int64_t i = 0; i < k; i += kLanes)  // as integers, magnitudes have the same order, and NaN comes last
-        most = _mm512_max_epu32(most, _mm512_and_si512(_mm512_loadu_si512(row + i), _mm512_set1_epi32(INT32_MAX)));
-    const int32_t bits = static_cast<int32_t>(_mm512_reduce_max_epu32(most));
+// The largest magnitude of a group: inf or NaN if there is one.
+inline float largest_magnitude(__m512 low, __m512 high) {
+    const __m512i magnitude = _mm512_set1_epi32(INT32_MAX);  // as integers in the same order, and NaN comes last
+    const int32_t bits = static_cast<int32_t>(_mm512_reduce_max_epu32(
+        _mm512_max_epu32(_mm512_and_si512(_mm512_castps_si512(low), magnitude),
+                         _mm512_and_si512(_mm512_castps_si512(high), magnitude))));
     float largest;
     std::memcpy(&largest, &bits, sizeof largest);
     return largest;
 }
 
-// A row with inf or NaN has a scale that is one, so that all its outputs are NaN, as they would be without codes.
+// A group with inf or NaN has a scale that is one, so that all of the row's outputs are, as they would be without codes.
 inline void prepare_row(const Act* row, int64_t k, int64_t index, const RowExtras& extras) {
     constexpr float kTiny = 1e-30f;  // whose inverse could not be written
-    const float largest = largest_magnitude(row, k);
-    const bool zero = largest < kTiny;
-    const __m512 factor = _mm512_set1_ps(zero ? 0.0f : kMaxDot / largest);
-    extras.scales[index] = zero ? 0.0f : largest / kMaxDot;
-    Dot* const codes = extras.codes + index * k;
-    float* const sums = extras.group_sums + index * (k / kGroup);
-    for (int64_t i = 0; i < k; i += kGroup) {
-        const __m512i low = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(row + i), factor));
-        const __m512i high = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(row + i + kLanes), factor));
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes + i), _mm512_cvtsepi32_epi16(low));
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes + i + kLanes), _mm512_cvtsepi32_epi16(high));
-        sums[i / kGroup] = static_cast<float>(_mm512_reduce_add_epi32(_mm512_add_epi32(low, high)));
+    const int64_t groups = k / kGroup;
+    Dot* codes = extras.codes + index * k;
+    for (int64_t g = 0; g < groups; ++g, row += kGroup, codes += kGroup) {
+        const __m512 low = _mm512_loadu_ps(row), high = _mm512_loadu_ps(row + kLanes);
+        const float largest = largest_magnitude(low, high);
+        const bool zero = largest < kTiny;
+        const float scale = zero ? 0.0f : largest / kMaxDot;
+        const __m512 factor = _mm512_set1_ps(zero ? 0.0f : kMaxDot / largest);
+        const __m512i first = _mm512_cvtps_epi32(_mm512_mul_ps(low, factor));
+        const __m512i second = _mm512_cvtps_epi32(_mm512_mul_ps(high, factor));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes), _mm512_cvtsepi32_epi16(first));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes + kLanes), _mm512_cvtsepi32_epi16(second));
+        const int32_t sum = _mm512_reduce_add_epi32(_mm512_add_epi32(first, second));
+        extras.scales[index * groups + g] = scale;
+        extras.group_sums[index * groups + g] = scale * static_cast<float>(sum);
     }
 }
 

@@ -26,13 +26,6 @@ inline __m512 load_bias(const LinearWeight& weight, int64_t strip) {
 template <int kRows, int kStrips>
 struct Sums {
     __m512 at[kRows][kStrips];
-
-    void fill(__m512 value) {
-#pragma GCC unroll 8
-        for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 4
-            for (int s = 0; s < kStrips; ++s) at[r][s] = value;
-    }
 };
 
 template <int kRows, int kStrips>
@@ -42,19 +35,6 @@ inline void start_from_bias(Sums<kRows, kStrips>& sums, const LinearWeight& weig
         const __m512 bias = load_bias(weight, strip + s);
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r) sums.at[r][s] = bias;
-    }
-}
-
-// The sums of rows whose activations are codes: times a row's scale, and the bias added.
-template <int kRows, int kStrips>
-inline void scale_rows(Sums<kRows, kStrips>& sums, const LinearWeight& weight, int64_t strip,
-                       const float* scales) {
-#pragma GCC unroll 4
-    for (int s = 0; s < kStrips; ++s) {
-        const __m512 bias = load_bias(weight, strip + s);
-#pragma GCC unroll 8
-        for (int r = 0; r < kRows; ++r)
-            sums.at[r][s] = _mm512_fmadd_ps(_mm512_set1_ps(scales[r]), sums.at[r][s], bias);
     }
 }
 

@@ -110,8 +110,10 @@ def make_rows(rows: int, k: int) -> torch.Tensor:
 def as_read(x: torch.Tensor, isa: str, weight_format: str) -> torch.Tensor:
     """Activations as they are multiplied, in float64."""
     if isa == "avx512_vnni" and weight_format != "bf16":
-        largest = x.abs().amax(1, keepdim=True)
-        return (x * (torch.full_like(largest, 32767) / largest)).round().double() * (largest / 32767).double()
+        groups = x.view(len(x), x.shape[1] // 32, 32)
+        largest = groups.abs().amax(2, keepdim=True)
+        codes = (groups * (torch.full_like(largest, 32767) / largest)).round()
+        return (codes.double() * (largest / 32767).double()).view(x.shape)
     return x.double() if isa in ("avx2", "avx512_vnni") else x.bfloat16().double()
 
 
