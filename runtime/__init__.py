@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from pageframe.runtime.request import SamplingParams
 
 # How long an OpenMP thread spins for its partners before it sleeps; read once, when torch loads OpenMP, hence here.
-# Its default spins for milliseconds: with another busy process on the cores, each of a step's hundreds of parallel
-# operations then waits for a thread that has lost its core to a spinning one (benchmarks/LOG.md has the figures).
+# This bridges the gap between two steps, where waking a thread is dear. The default spins for many milliseconds more:
+# beside another busy process a step then waits for a thread that lost its core to a spinning one (benchmarks/LOG.md).
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "30000")
 

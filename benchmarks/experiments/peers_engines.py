@@ -63,7 +63,7 @@ class OwnEngine:
 
 @dataclass(frozen=True, slots=True)
 class VllmInstallation:
-    """vLLM's own Python, and the model as a Hugging Face folder, and the dtype it computes in.
+    """vLLM's own Python, the model as a Hugging Face folder, and the dtype it computes in.
 
     Raises:
         InputError: one of them is not there.

@@ -13,7 +13,7 @@
 namespace pageframe {
 
 constexpr int64_t kTileKeys = 128;    // keys of a tile; tile t holds the positions from 128 t on, in every request
-constexpr int64_t kPieceRows = 192;    // about how many rows (token, query head) a piece has: one packing serves them
+constexpr int64_t kPieceRows = 192;   // about how many rows (token, query head) a piece has: one packing serves them
 constexpr int64_t kTileCost = 8;      // of reading and packing a tile, in rows that are attended over it
 constexpr int64_t kPiecesPerThread = 8;          // how finely the work is divided where it has to be
 constexpr int64_t kMaxPartialRows = 64 * 1024;   // of split pieces: some 20 MB with a head_dim of 64

@@ -76,7 +76,7 @@ def load_library() -> ctypes.CDLL:
 
 
 def chosen_isa() -> str:
-    """The instruction set of what `load_library` gives: "amx", "avx512" or "avx2".
+    """The instruction set of what `load_library` gives: "amx", "avx512", "avx512_vnni" or "avx2".
 
     Raises:
         BuildError: as `load_library`.
