@@ -1,7 +1,7 @@
 // Tiles of a linear for AVX512.
 //
 // Each output is one chain of operations over k. kQ4 and kQ8: for each group a chain over its pairs, from 0; what comes
-// out is scaled and added to a sum. How pairs are multiplied, and kBf16, is in the header of each kind of instructions.
+// out is scaled and added to a sum. How pairs are multiplied is in the header of each kind of instructions.
 #pragma once
 
 #include "linear_tiles.h"
@@ -12,6 +12,32 @@
 #endif
 
 namespace pageframe {
+
+// Values of bfloat16, pair by pair from the bias on.
+struct Bf16Tiles {
+    static constexpr int kMaxRows[] = {0, kBf16Rows, kBf16Rows, 0, 6};  // by strips
+
+    template <int kRows, int kStrips>
+    static void compute(const LinearWeight& weight, const Inputs& x, int64_t row, int64_t strip, int64_t ahead,
+                        float* out) {
+        Sums<kRows, kStrips> sums;
+        start_from_bias(sums, weight, strip);
+        const int64_t pairs = weight.k / 2;
+        const __m512i* const lines = static_cast<const __m512i*>(weight.values) + strip * pairs;
+        const Act* const first = x.values + row * x.stride;
+        for (int64_t j = 0; j < pairs; ++j) {
+            __m512i values[kStrips];
+#pragma GCC unroll 4
+            for (int s = 0; s < kStrips; ++s) {
+                const __m512i* const line = lines + s * pairs + j;
+                if (ahead != 0) prefetch(line, ahead, sizeof *line);
+                values[s] = _mm512_loadu_si512(line);
+            }
+            add_pair(sums, values, first + 2 * j, x.stride);
+        }
+        store_tile_sums(sums, out);
+    }
+};
 
 // Where tiles have a group's codes from: the records that codes and scales are stored in.
 template <class Codes>

@@ -7,6 +7,7 @@
 
 namespace pageframe {
 
+constexpr int kBf16Rows = 6;  // of a tile of bfloat16 values
 constexpr int kLinesAtOnce = 2;  // unrolled
 constexpr int kUnpackedRows = 8, kUnpackedWideRows = 3;  // of a tile of unpacked codes
 
@@ -64,35 +65,15 @@ struct Q8Codes {
     static constexpr bool kHasOffset = false;
 };
 
-// Values of bfloat16: from the bias on, one dot product per pair.
-struct Bf16Tiles {
-    static constexpr int kMaxRows[] = {0, 6, 6, 0, 6};  // by strips
-
-    template <int kRows, int kStrips>
-    static void compute(const LinearWeight& weight, const Inputs& x, int64_t row, int64_t strip, int64_t ahead,
-                        float* out) {
-        Sums<kRows, kStrips> sums;
-        start_from_bias(sums, weight, strip);
-        const int64_t pairs = weight.k / 2;
-        const __m512i* const lines = static_cast<const __m512i*>(weight.values) + strip * pairs;
-        const Act* const first = x.values + row * x.stride;
-        for (int64_t j = 0; j < pairs; ++j) {
-            __m512i values[kStrips];
-#pragma GCC unroll 4
-            for (int s = 0; s < kStrips; ++s) {
-                const __m512i* const line = lines + s * pairs + j;
-                if (ahead != 0) prefetch(line, ahead, sizeof *line);
-                values[s] = _mm512_loadu_si512(line);
-            }
+// Adds a pair of inputs of bfloat16 values: one dot product. x is the first row's pair.
+template <int kRows, int kStrips>
+inline void add_pair(Sums<kRows, kStrips>& sums, const __m512i* values, const Act* x, int64_t stride) {
 #pragma GCC unroll 8
-            for (int r = 0; r < kRows; ++r) {
-                const __m512i pair = broadcast_pair(first + r * x.stride + 2 * j);
+    for (int r = 0; r < kRows; ++r) {
+        const __m512i pair = broadcast_pair(x + r * stride);
 #pragma GCC unroll 4
-                for (int s = 0; s < kStrips; ++s) sums.at[r][s] = add_products(sums.at[r][s], values[s], pair);
-            }
-        }
-        store_tile_sums(sums, out);
+        for (int s = 0; s < kStrips; ++s) sums.at[r][s] = dot_bf16(sums.at[r][s], values[s], pair);
     }
-};
+}
 
 }  // namespace pageframe

@@ -9,6 +9,7 @@
 
 namespace pageframe {
 
+constexpr int kBf16Rows = 8;     // of a tile of bfloat16 values
 constexpr int kLinesAtOnce = 16;  // unrolled; with fewer, GCC 12 moves sums between registers from line to line
 constexpr int kUnpackedRows = 6, kUnpackedWideRows = 6;  // of a tile of unpacked codes
 
@@ -65,48 +66,28 @@ struct Q8Codes {
     static constexpr bool kHasOffset = false;
 };
 
-// Values of bfloat16, multiplied as float32: from the bias on, one fused multiply-add per input.
-struct Bf16Tiles {
-    static constexpr int kMaxRows[] = {0, 8, 8, 0, 6};  // by strips
-
-    template <int kRows, int kStrips>
-    static void compute(const LinearWeight& weight, const Inputs& x, int64_t row, int64_t strip, int64_t ahead,
-                        float* out) {
-        Sums<kRows, kStrips> sums;
-        start_from_bias(sums, weight, strip);
-        const int64_t pairs = weight.k / 2;
-        const __m512i* const lines = static_cast<const __m512i*>(weight.values) + strip * pairs;
-        const Act* const first = x.values + row * x.stride;
-        for (int64_t j = 0; j < pairs; ++j) {
-            __m512i both[kStrips];
+// Adds one of the two inputs of each pair.
+template <bool kSecond, int kRows, int kStrips>
+inline void add_input(Sums<kRows, kStrips>& sums, const __m512i* pairs, const Act* x, int64_t stride) {
+    const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+    __m512 values[kStrips];
 #pragma GCC unroll 4
-            for (int s = 0; s < kStrips; ++s) {
-                const __m512i* const line = lines + s * pairs + j;
-                if (ahead != 0) prefetch(line, ahead, sizeof *line);
-                both[s] = _mm512_loadu_si512(line);
-            }
-            add_inputs<false>(sums, both, first + 2 * j, x.stride);
-            add_inputs<true>(sums, both, first + 2 * j + 1, x.stride);
-        }
-        store_tile_sums(sums, out);
-    }
-
-  private:
-    template <bool kSecond, int kRows, int kStrips>
-    static void add_inputs(Sums<kRows, kStrips>& sums, const __m512i* both, const Act* x, int64_t stride) {
-        const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
-        __m512 values[kStrips];
-#pragma GCC unroll 4
-        for (int s = 0; s < kStrips; ++s)
-            values[s] = _mm512_castsi512_ps(kSecond ? _mm512_and_si512(both[s], upper)
-                                                    : _mm512_slli_epi32(both[s], 16));
+    for (int s = 0; s < kStrips; ++s)
+        values[s] =
+            _mm512_castsi512_ps(kSecond ? _mm512_and_si512(pairs[s], upper) : _mm512_slli_epi32(pairs[s], 16));
 #pragma GCC unroll 8
-        for (int r = 0; r < kRows; ++r) {
-            const __m512 activation = _mm512_set1_ps(x[r * stride]);
+    for (int r = 0; r < kRows; ++r) {
+        const __m512 activation = _mm512_set1_ps(x[r * stride]);
 #pragma GCC unroll 4
-            for (int s = 0; s < kStrips; ++s) sums.at[r][s] = _mm512_fmadd_ps(activation, values[s], sums.at[r][s]);
-        }
+        for (int s = 0; s < kStrips; ++s) sums.at[r][s] = _mm512_fmadd_ps(activation, values[s], sums.at[r][s]);
     }
-};
+}
+
+// Adds a pair of inputs of bfloat16 values, multiplied as float32: one after the other. x is the first row's pair.
+template <int kRows, int kStrips>
+inline void add_pair(Sums<kRows, kStrips>& sums, const __m512i* values, const Act* x, int64_t stride) {
+    add_input<false>(sums, values, x, stride);
+    add_input<true>(sums, values, x + 1, stride);
+}
 
 }  // namespace pageframe
