@@ -78,7 +78,7 @@ inline float largest_magnitude(__m512 low, __m512 high) {
     return largest;
 }
 
-// A group with inf or NaN has a scale that is one, so that all of the row's outputs are, as they would be without codes.
+// A group with inf or NaN has a scale that is one; so all of the row's outputs are one, as they would be without codes.
 inline void prepare_row(const Act* row, int64_t k, int64_t index, const RowExtras& extras) {
     constexpr float kTiny = 1e-30f;  // whose inverse could not be written
     const int64_t groups = k / kGroup;
