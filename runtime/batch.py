@@ -36,6 +36,7 @@ class Batch:
         table_updates: what the device's copy of the block tables must change first.
         copies: blocks to copy before anything is computed, one after the other.
         scored: prompt tokens whose logprobs are wanted; None where there are none.
+        wants_all: `wanted` is known to be every token, in order.
     """
 
     token_ids: Int64s
@@ -50,19 +51,22 @@ class Batch:
     table_updates: TableUpdates
     copies: tuple[BlockCopy, ...] = ()
     scored: ScoredTokens | None = None
+    wants_all: bool = False
 
     @classmethod
     def build(cls, plan: StepPlan, rows: RequestRows, tables: BlockTables) -> Batch:
-        query_start = np.zeros(len(plan.rows) + 1, dtype=np.int32)
-        np.cumsum(plan.num_new_tokens, out=query_start[1:])
-        token_rows = np.repeat(plan.rows, plan.num_new_tokens)
-        # Position of a token: its request's start plus its distance from the request's first token.
-        positions = np.arange(plan.num_tokens, dtype=np.int64) + np.repeat(
-            plan.starts - query_start[:-1], plan.num_new_tokens
-        )
+        query_start = np.arange(len(plan.rows) + 1, dtype=np.int32)
+        if plan.is_decode:  # one token of each request, and one to draw from it: nothing to repeat
+            token_rows, positions, wanted = plan.rows, plan.starts.astype(np.int64), query_start[:-1].astype(np.int64)
+        else:
+            np.cumsum(plan.num_new_tokens, out=query_start[1:])
+            token_rows = np.repeat(plan.rows, plan.num_new_tokens)
+            # Position of a token: its request's start plus its distance from the request's first token.
+            offsets = np.repeat(plan.starts - query_start[:-1], plan.num_new_tokens)
+            positions = np.arange(plan.num_tokens, dtype=np.int64) + offsets
+            wanted = np.repeat(query_start[1:], plan.num_samples).astype(np.int64) - 1
         block_size = tables.block_size
         block_ids = tables.table[token_rows, positions // block_size].astype(np.int64)
-        wanted = np.repeat(query_start[1:], plan.num_samples).astype(np.int64) - 1
         scored = _scored(plan, rows, query_start) if rows.scored else None
         if scored is not None:
             wanted = np.concatenate((wanted, scored.wanted))
@@ -79,6 +83,7 @@ class Batch:
             table_updates=plan.table_updates,
             copies=plan.copies,
             scored=scored,
+            wants_all=plan.is_decode and scored is None,
         )
 
 
@@ -97,6 +102,7 @@ def _sampling(plan: StepPlan, rows: RequestRows) -> SamplingBatch:
         num_logprobs=rows.num_logprobs[sampled_rows],
         banned=tuple((index, tuple(plan.requests[sampling[index]].stop_ids)) for index in too_early.tolist()),
         rules=_rules(sampled_rows, rows) if rows.rules else (),
+        all_plain=bool(rows.is_plain[sampled_rows].all()),
     )
 
 

@@ -32,6 +32,10 @@ class TableUpdates:
         return len(self.rows)
 
 
+#: Of most steps.
+NO_UPDATES = TableUpdates([])
+
+
 class BlockTables:
     """The block tables of all running requests.
 
@@ -161,6 +165,8 @@ class BlockTables:
     def drain_updates(self) -> TableUpdates:
         """Entries written since the last call, each once. A freed entry does no harm: kernels never read past a
         request's context, and a later owner's entries overwrite it."""
+        if not self._updates:
+            return NO_UPDATES
         updates = TableUpdates([(row, index, block_id) for (row, index), block_id in self._updates.items()])
         self._updates = {}
         return updates

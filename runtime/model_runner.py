@@ -89,7 +89,8 @@ class ModelRunner:
                 to_device(batch.slots, self._device),
                 self._backend.plan_attention(batch, self._tables, self._block_size),
             )
-        return hidden[to_device(batch.wanted, self._device)]
+        # A step of decodes alone wants all: picking them one by one would be a copy.
+        return hidden if batch.wants_all else hidden[to_device(batch.wanted, self._device)]
 
     def _run_layers(
         self, token_ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, plan: AttentionPlan

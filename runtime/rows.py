@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pageframe.runtime.request import Request
+from pageframe.runtime.request import GREEDY_BELOW, Request
 from pageframe.runtime.token_rules import TokenRules, has_rules
 
 
@@ -20,6 +20,7 @@ class RequestRows:
     num_prompt_tokens    int32  where the output begins; negative once a context has slid past it
     min_total_tokens     int32  below this many tokens of context no stop id may be drawn
     temperature, top_p, min_p float32 · top_k, num_logprobs (-1: none) int32 · seed int64
+    is_plain             bool   the most probable token is drawn, and nothing else is wanted of it
     rules                by row, of those that have any: what changes their logits
     scored               rows whose prompt tokens' logprobs are wanted
     """
@@ -38,6 +39,7 @@ class RequestRows:
         self.top_k = np.zeros(max_requests, dtype=np.int32)
         self.num_logprobs = np.full(max_requests, -1, dtype=np.int32)
         self.seed = np.zeros(max_requests, dtype=np.int64)
+        self.is_plain = np.zeros(max_requests, dtype=np.bool_)
         self.rules: dict[int, TokenRules] = {}
         self.scored: set[int] = set()
 
@@ -55,7 +57,10 @@ class RequestRows:
         self.top_k[row] = min(max(0, params.top_k), np.iinfo(np.int32).max)
         self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
         self.seed[row] = request.seed
-        if has_rules(request):
+        ruled = has_rules(request)
+        is_bare = params.logprobs is None and params.min_tokens == 0 and not ruled
+        self.is_plain[row] = is_bare and params.temperature < GREEDY_BELOW
+        if ruled:
             self.rules[row] = TokenRules(request)
         if request.wants_prompt_logprobs:
             self.scored.add(row)

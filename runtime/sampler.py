@@ -69,17 +69,19 @@ class Sampler:
 
     def sample(self, hidden: torch.Tensor, batch: SamplingBatch) -> StepResult:
         """One token per row of `hidden` [n, hidden_size], which are the batch's in order."""
+        # On a GPU there is no such pass, and picking rows by numbers of the host would wait for it.
+        can_fuse = hidden.device.type == "cpu"
+        if batch.all_plain and can_fuse:
+            found = self._fused_arg_max(hidden)
+            if found is not None and all(map(math.isfinite, found[1].tolist())):
+                return StepResult(found[0].numpy().astype(np.int32), {})
         is_plain = (batch.temperature < GREEDY_BELOW) & (batch.num_logprobs < 0)
         is_plain[[row for row, _ in (*batch.banned, *batch.rules)]] = False
         plain = np.flatnonzero(is_plain)
-        # On a GPU there is no such pass, and picking rows by numbers of the host would wait for it.
-        can_fuse = hidden.device.type == "cpu" and len(plain)
-        found = self._fused_arg_max(_rows(hidden, plain)) if can_fuse else None
+        found = self._fused_arg_max(_rows(hidden, plain)) if can_fuse and len(plain) else None
         if found is None:
             return self.sample_logits(self._logits(hidden), batch)
         ids, best = found[0].numpy(), found[1].numpy()
-        if len(plain) == len(batch) and np.isfinite(best).all():
-            return StepResult(ids.astype(np.int32), {})
         token_ids = np.zeros(len(batch), np.int32)
         token_ids[plain] = ids
         # A row without a finite logit is worth the long way.

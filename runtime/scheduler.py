@@ -107,8 +107,9 @@ class Scheduler(SchedulerEntry, SchedulerResults):
             self._end_late(now)
         self._refresh_running_rows()
         self._grow_decoding(now)
-        self._admit_waiting(now)
-        self._refresh_running_rows()
+        if self._queues.waiting:
+            self._admit_waiting(now)
+            self._refresh_running_rows()
         token_budget, new_tokens = self._share_budget(now)
         return self._plan(token_budget, new_tokens)
 
@@ -151,6 +152,8 @@ class Scheduler(SchedulerEntry, SchedulerResults):
         prefilling = np.flatnonzero(left > 1)
         num_decoding = len(rows) - len(prefilling)
         budget = step_budget(num_decoding, self.max_num_batched_tokens, self.mixed_token_budget)
+        if not len(prefilling):
+            return budget, new_tokens
         shares = self._share_among_prompts(prefilling.tolist(), left[prefilling].tolist(), budget - num_decoding)
         new_tokens[prefilling] = shares
         for index, share in zip(prefilling.tolist(), shares, strict=True):

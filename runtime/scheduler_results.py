@@ -29,10 +29,14 @@ class SchedulerResults(SchedulerState):
         for position, logprobs in result.prompt_logprobs.items():
             self._take_prompt_logprobs(plan.requests[position], logprobs)
 
-        sampling = np.flatnonzero(plan.num_samples)
-        sampled_rows, num_samples = rows[sampling], plan.num_samples[sampling]
-        assert len(result.token_ids) == num_samples.sum(), "num_samples tokens for each request"
-        firsts = np.cumsum(num_samples) - num_samples
+        if plan.is_decode:
+            sampling = firsts = np.arange(len(rows))
+            sampled_rows, num_drawn = rows, len(rows)
+        else:
+            sampling = np.flatnonzero(plan.num_samples)
+            sampled_rows, ends = rows[sampling], np.cumsum(plan.num_samples[sampling])
+            firsts, num_drawn = ends - plan.num_samples[sampling], int(plan.num_samples.sum())
+        assert len(result.token_ids) == num_drawn, "num_samples tokens for each request"
         # The last token of a request that reaches max_model_len is never fed back, so it has no slot; it has a column.
         self.rows.token_ids[sampled_rows, self.rows.num_tokens[sampled_rows]] = result.token_ids[firsts]
         self.rows.num_tokens[sampled_rows] += 1

@@ -36,6 +36,7 @@ class StepPlan:
         preempted: ids of requests that lost their blocks for this step.
         is_prefill: bool, whether it had more left to compute than its next token.
         prefill_tokens, decode_tokens: their sum is the step's tokens, at most token_budget.
+        is_decode: every request computes its latest token alone and draws one from it: most steps.
     """
 
     step: int
@@ -52,6 +53,7 @@ class StepPlan:
     prefill_tokens: int
     decode_tokens: int
     token_budget: int
+    is_decode: bool
 
     @property
     def num_tokens(self) -> int:
@@ -72,22 +74,27 @@ class StepPlan:
         preempted: tuple[str, ...],
     ) -> StepPlan:
         """The plan in which running request i, in row rows[i], computes new_tokens[i] tokens; those with 0 stay out."""
-        left = row_values.num_tokens[rows] - row_values.num_computed_tokens[rows]
-        order = np.concatenate([np.flatnonzero(new_tokens == 1), np.flatnonzero(new_tokens > 1)])
-        rows, left, new_tokens = rows[order], left[order], new_tokens[order]
-        requests = [running[index] for index in order.tolist()]
+        starts = row_values.num_computed_tokens[rows]
+        left = row_values.num_tokens[rows] - starts
+        is_one = new_tokens == 1
+        requests = list(running)
+        if not is_one.all():
+            order = np.concatenate([np.flatnonzero(is_one), np.flatnonzero(new_tokens > 1)])
+            rows, starts, left, new_tokens = rows[order], starts[order], left[order], new_tokens[order]
+            requests = [running[index] for index in order.tolist()]
         num_samples = (new_tokens == left).astype(np.int32)
-        for index in np.flatnonzero(num_samples).tolist():
-            num_samples[index] += len(requests[index].followers)
-        decode_tokens = int(np.count_nonzero(left == 1))
+        for index, request in enumerate(requests):
+            if request.followers and num_samples[index]:
+                num_samples[index] += len(request.followers)
+        decode_tokens, num_drawn = int(np.count_nonzero(left == 1)), int(num_samples.sum())
         return cls(
             step=step,
             requests=requests,
             rows=rows,
-            starts=row_values.num_computed_tokens[rows],
+            starts=starts,
             num_new_tokens=new_tokens,
             num_samples=num_samples,
-            num_decode=int(np.count_nonzero(new_tokens == 1)),
+            num_decode=int(np.count_nonzero(is_one)),
             table_updates=table_updates,
             copies=copies,
             preempted=preempted,
@@ -95,6 +102,7 @@ class StepPlan:
             prefill_tokens=int(new_tokens.sum()) - decode_tokens,
             decode_tokens=decode_tokens,
             token_budget=token_budget,
+            is_decode=decode_tokens == num_drawn == len(requests),
         )
 
 
@@ -110,6 +118,7 @@ class SamplingBatch:
         num_logprobs: int32, -1 for none.
         banned: (index, token ids that may not be drawn) where there are any.
         rules: (index, what else changes its logits) where anything does.
+        all_plain: every row is known to be greedy, and nothing else is wanted of any.
     """
 
     temperature: npt.NDArray[np.float32]
@@ -121,6 +130,7 @@ class SamplingBatch:
     num_logprobs: Int32s
     banned: tuple[tuple[int, tuple[int, ...]], ...] = ()
     rules: tuple[tuple[int, TokenRules], ...] = ()
+    all_plain: bool = False
 
     def __len__(self) -> int:
         return len(self.seed)

@@ -11,7 +11,7 @@ from functools import cache
 from pageframe.kernels.cpu.arena import Arena
 from pageframe.kernels.cpu.engine import CompiledLayer, CpuKernels, LayerShape
 from pageframe.kernels.cpu.isa import BuildError
-from pageframe.kernels.cpu.linear import PackedWeight
+from pageframe.kernels.cpu.linear import PackedWeight, RowNorm
 from pageframe.kernels.cpu.packing import BLOCK_BYTES, GROUP, STRIP, pack_bf16, pack_blocks
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "CpuKernels",
     "LayerShape",
     "PackedWeight",
+    "RowNorm",
     "load",
     "pack_bf16",
     "pack_blocks",

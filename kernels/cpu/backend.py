@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from pageframe.kernels.plan import AttentionPlan, StepBatch, UnsupportedError, check_cache, make_plan
@@ -81,13 +79,13 @@ class CpuStep:
     """One step as the library reads it, and its compiled plans, each made when the first layer of a kind asks.
 
     Args:
-        arrays: the memory that `step` points into.
+        tables, arrays: the memory that `step` points into.
     """
 
     step: _Step
-    arrays: tuple[npt.NDArray[np.int32], ...]
     tables: torch.Tensor
     library: ctypes.CDLL
+    arrays: tuple[torch.Tensor, ...] = ()
     plans: dict[LayerKind, _CompiledPlan] = field(default_factory=dict)
 
     def plan_for(self, kind: LayerKind) -> ctypes.c_void_p:
@@ -142,21 +140,13 @@ class CpuBackend:
         """See `Backend.plan_attention`. The resident tables are read when the layers run."""
         assert tables.dtype == torch.int32
         assert tables.stride(1) == 1
-        arrays = tuple(
-            np.ascontiguousarray(array, dtype=np.int32) for array in (batch.query_start, batch.context_lens, batch.rows)
-        )
-        query_start, context_lens, rows = (array.ctypes.data for array in arrays)
-        step = _Step(
-            num_tokens=int(batch.query_start[-1]),
-            num_requests=len(batch.context_lens),
-            query_start=query_start,
-            context_lens=context_lens,
-            rows=rows,
-            tables=tables.data_ptr(),
-            table_stride=tables.stride(0),
-            block_size=block_size,
-        )
-        return make_plan(batch, tables.device, block_size, CpuStep(step, arrays, tables, self._library))
+        step = _Step(tables=tables.data_ptr(), table_stride=tables.stride(0), block_size=block_size)
+        parts = CpuStep(step, tables, self._library)
+        plan = make_plan(batch, tables.device, block_size, parts)
+        parts.arrays = plan.query_start, plan.context_lens, plan.rows
+        step.query_start, step.context_lens, step.rows = (array.data_ptr() for array in parts.arrays)
+        step.num_tokens, step.num_requests = plan.num_tokens, len(plan.rows)
+        return plan
 
     def write_kv(
         self,

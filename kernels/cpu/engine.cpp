@@ -3,6 +3,7 @@
 #include "attention_entry.h"
 #include "layer.h"
 #include "linear_entry.h"
+#include "weight_rows.h"
 
 PAGEFRAME_EXPORT int64_t pageframe_layer_scratch_bytes(const pageframe::Layer* layer,
                                                        const pageframe::LayerStep* shared) {

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -30,11 +31,20 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompiledLayer:
-    """One decoder layer as the library reads it. Made by `CpuKernels.compile_layer`."""
+    """One decoder layer as the library reads it. Made by `CpuKernels.compile_layer`.
+
+    Args:
+        parts: the memory that `struct` points to.
+        at: where `struct` is.
+    """
 
     struct: Layer
     kind: LayerKind
     parts: tuple[PackedWeight | Tensor | None, ...]
+    at: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "at", ctypes.addressof(self.struct))
 
 
 class CpuKernels(LinearMaps):
@@ -98,7 +108,13 @@ class CpuKernels(LinearMaps):
         return CompiledLayer(struct, kind, (qkv, o, gate_up, down, *norms))
 
     def begin_step(
-        self, plan: AttentionPlan, positions: Tensor, slots: Tensor, cos: Tensor, sin: Tensor
+        self,
+        layers: Sequence[CompiledLayer],
+        plan: AttentionPlan,
+        positions: Tensor,
+        slots: Tensor,
+        cos: Tensor,
+        sin: Tensor,
     ) -> CompiledStep:
         """Prepare a step for its layers.
 
@@ -107,7 +123,7 @@ class CpuKernels(LinearMaps):
             positions, slots: int64 [num_tokens].
             cos, sin: float32 [max_position, head_dim / 2], of the same strides, the last one 1.
         """
-        return CompiledStep(self, plan, positions, slots, cos, sin)
+        return CompiledStep(self, layers, plan, positions, slots, cos, sin)
 
     def scratch(self, size: int) -> Tensor:
         """Memory of at least `size` bytes for one call, kept for the next: fresh memory costs more in page faults."""
@@ -120,35 +136,41 @@ class CompiledStep:
     """One step, ready for its layers, one after the other. Made by `CpuKernels.begin_step`."""
 
     def __init__(
-        self, kernels: CpuKernels, plan: AttentionPlan, positions: Tensor, slots: Tensor, cos: Tensor, sin: Tensor
+        self,
+        kernels: CpuKernels,
+        layers: Sequence[CompiledLayer],
+        plan: AttentionPlan,
+        positions: Tensor,
+        slots: Tensor,
+        cos: Tensor,
+        sin: Tensor,
     ) -> None:
+        self._layers = layers
         self._tensors = (positions, slots, cos, sin)
         assert positions.dtype == slots.dtype == torch.int64
         assert cos.stride() == sin.stride()
         assert cos.stride(1) == 1
         self._kernels = kernels
+        self._run = kernels.library.pageframe_layer
         assert isinstance(plan.parts, CpuStep), "the plan was made by another backend"
         self._parts = plan.parts
         self._parts.step.positions, self._parts.step.slots = positions.data_ptr(), slots.data_ptr()
         self._structs: dict[LayerKind, LayerStep] = {}
         # Of the layer before: looking a kind up takes longer than all else that Python does for a layer.
         self._kind: LayerKind | None = None
-        self._shared: LayerStep
+        self._shared_at = 0
         self._scratch: list[Tensor] = []
 
-    def run(self, layer: CompiledLayer, hidden: Tensor, kv_cache: Tensor, kv_scales: Tensor | None = None) -> None:
-        """Add the layer's output to `hidden`, float32 [num_tokens, hidden_size], in place, and write K and V of the
+    def run(self, index: int, hidden: Tensor, kv_cache: Tensor, kv_scales: Tensor | None = None) -> None:
+        """Add layer `index`'s output to `hidden`, float32 [num_tokens, hidden_size], in place, and write K and V of the
         step's tokens to their slots of `kv_cache`, bfloat16, or int8 where there are scales."""
-        assert kv_cache.dtype == (torch.bfloat16 if kv_scales is None else torch.int8), f"the K/V are {kv_cache.dtype}"
+        # Between two layers caches hold weights: every operation of Python here waits for its code from memory.
+        layer = self._layers[index]
         if layer.kind is not self._kind:
-            self._kind, self._shared = layer.kind, self._shared_by(layer)
-        self._kernels.library.pageframe_layer(
-            ctypes.addressof(layer.struct),
-            ctypes.addressof(self._shared),
-            kv_cache.data_ptr(),
-            address(kv_scales),
-            hidden.data_ptr(),
-        )
+            assert kv_cache.dtype == (torch.bfloat16 if kv_scales is None else torch.int8), f"K/V of {kv_cache.dtype}"
+            self._kind, self._shared_at = layer.kind, ctypes.addressof(self._shared_by(layer))
+        scales_at = None if kv_scales is None else kv_scales.data_ptr()
+        self._run(layer.at, self._shared_at, kv_cache.data_ptr(), scales_at, hidden.data_ptr())
 
     def _shared_by(self, layer: CompiledLayer) -> LayerStep:
         """What all layers of this one's kind read of the step."""

@@ -34,8 +34,8 @@ class InstructionSet:
     probe: str
 
 
-_AVX512_NEEDS = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
-_AVX512_FLAGS = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-DPAGEFRAME_ISA_AVX512=1")
+_AVX512_NEEDS = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "f16c")
+_AVX512_FLAGS = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mf16c", "-DPAGEFRAME_ISA_AVX512=1")
 _BF16_NEEDS = (*_AVX512_NEEDS, "avx512_bf16")
 _BF16_FLAGS = (*_AVX512_FLAGS, "-mavx512bf16", "-DPAGEFRAME_ISA_BF16=1")
 

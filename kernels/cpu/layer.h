@@ -11,6 +11,7 @@
 #include "attention.h"
 #include "attention_write.h"
 #include "linear.h"
+#include "norm.h"
 #include "team.h"
 #include "types.h"
 #include "vector_math.h"
@@ -78,25 +79,6 @@ inline int64_t layer_scratch_bytes(const Layer& layer, const LayerStep& shared) 
     return layout.bytes();
 }
 
-// 1 / sqrt(mean(x^2) + eps).
-inline Floats rms_factor(const float* x, float eps, int64_t size) {
-    Floats squares = broadcast(0.0f);
-    for (int64_t i = 0; i < size; i += kLanes) squares = fma(load(x + i), load(x + i), squares);
-    return broadcast(1.0f / std::sqrt(reduce_add(squares) / static_cast<float>(size) + eps));
-}
-
-inline void norm_head(float* head, const float* weight, float eps, int64_t size) {
-    const Floats factor = rms_factor(head, eps, size);
-    for (int64_t i = 0; i < size; i += kLanes)
-        store(head + i, multiply(multiply(load(head + i), factor), load(weight + i)));
-}
-
-inline void norm_row(const float* x, const float* weight, float eps, int64_t size, Act* out) {
-    const Floats factor = rms_factor(x, eps, size);
-    for (int64_t i = 0; i < size; i += kLanes)
-        store_act(out + i, multiply(multiply(load(x + i), factor), load(weight + i)));
-}
-
 // Turns the pairs (i, i + head_dim / 2) of a head by their position's angles, in place.
 inline void rotate(float* head, const float* cos, const float* sin, int64_t half) {
     for (int64_t i = 0; i < half; i += kLanes) {
@@ -160,7 +142,7 @@ class LayerRun {
         const int64_t size = layer_.hidden_size;
         each_row(team, step_.num_tokens, [&](int64_t token) {
             Act* const normed = buffers_.normed + token * size;
-            norm_row(hidden_ + token * size, weight, layer_.norm_eps, size, normed);
+            norm_row(hidden_ + token * size, {weight, layer_.norm_eps}, size, normed);
             if (needs_extras(next)) prepare_row(normed, size, token, buffers_.extras);
         });
     }
@@ -187,7 +169,7 @@ class LayerRun {
         for (int64_t h = 0; h < layer_.num_heads + layer_.num_kv_heads; ++h) {
             float* const head = heads + h * head_dim;
             if (layer_.qk_norm != nullptr)
-                norm_head(head, layer_.qk_norm + h * head_dim, layer_.norm_eps, head_dim);
+                norm_head(head, {layer_.qk_norm + h * head_dim, layer_.norm_eps}, head_dim);
             rotate(head, shared_.cos + place, shared_.sin + place, half);
         }
         for (int64_t i = 0; i < q_size; i += kLanes) store_act(buffers_.q + token * q_size + i, load(heads + i));

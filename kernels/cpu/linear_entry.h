@@ -1,17 +1,19 @@
-// The linear alone, as Python calls it. x is float32 [rows, k], and is rounded first to what the processor multiplies.
+// The linear alone, as Python calls it. x is float32 [rows, k]: it is normalised first where there is a norm, and rounded
+// to what the processor multiplies.
 #pragma once
 
 #include <vector>
 
 #include "linear.h"
+#include "norm.h"
 
 namespace pageframe {
 
 // float32 rows as a linear reads them.
 class RoundedRows {
   public:
-    RoundedRows(const LinearWeight& weight, const float* x, int64_t rows)
-        : x_(x), needs_extras_(needs_extras(weight)), values_(rows * weight.k), rows_(rows), k_(weight.k) {
+    RoundedRows(const LinearWeight& weight, const RowNorm* norm, const float* x, int64_t rows)
+        : norm_(norm), x_(x), needs_extras_(needs_extras(weight)), values_(rows * weight.k), rows_(rows), k_(weight.k) {
         if (!needs_extras_) return;
         ScratchLayout sizes(nullptr);
         lay_out_extras(sizes, rows, k_);
@@ -25,7 +27,11 @@ class RoundedRows {
     void fill(Team& team) {
         each_row(team, rows_, [&](int64_t row) {
             Act* const values = values_.data() + row * k_;
-            for (int64_t i = 0; i < k_; i += kLanes) store_act(values + i, load(x_ + row * k_ + i));
+            const float* const x = x_ + row * k_;
+            if (norm_ != nullptr)
+                norm_row(x, *norm_, k_, values);
+            else
+                for (int64_t i = 0; i < k_; i += kLanes) store_act(values + i, load(x + i));
             if (needs_extras_) prepare_row(values, k_, row, extras_);
         });
     }
@@ -33,6 +39,7 @@ class RoundedRows {
     Inputs inputs() const { return {values_.data(), k_, extras_, rows_}; }
 
   private:
+    const RowNorm* const norm_;
     const float* const x_;
     const bool needs_extras_;
     std::vector<Act> values_;
@@ -43,8 +50,9 @@ class RoundedRows {
 
 // Calls epilogue_of(rank) for each thread's epilogue.
 template <class EpilogueOf>
-void linear_by_team(const LinearWeight& weight, const float* x, int64_t rows, int threads, EpilogueOf epilogue_of) {
-    RoundedRows rounded(weight, x, rows);
+void linear_by_team(const LinearWeight& weight, const RowNorm* norm, const float* x, int64_t rows, int threads,
+                    EpilogueOf epilogue_of) {
+    RoundedRows rounded(weight, norm, x, rows);
     const int64_t own_bytes = divide_up(linear_scratch_bytes(weight.k), kCacheLine) * kCacheLine;
     std::vector<char> scratch(threads * own_bytes + kCacheLine);
     char* const aligned = scratch.data() + (-reinterpret_cast<uintptr_t>(scratch.data()) & (kCacheLine - 1));
@@ -60,21 +68,21 @@ inline float as_float(float value) { return value; }
 
 }  // namespace pageframe
 
-// out float32 [rows, n] = x @ W.T + bias.
-PAGEFRAME_EXPORT void pageframe_linear(const pageframe::LinearWeight* weight, const float* x, float* out, int64_t rows,
-                                       int threads) {
+// out float32 [rows, n] = norm(x) @ W.T + bias; a null norm changes nothing.
+PAGEFRAME_EXPORT void pageframe_linear(const pageframe::LinearWeight* weight, const pageframe::RowNorm* norm,
+                                       const float* x, float* out, int64_t rows, int threads) {
     using namespace pageframe;
-    linear_by_team(*weight, x, rows, threads, [&](int) { return Store{out, weight->n}; });
+    linear_by_team(*weight, norm, x, rows, threads, [&](int) { return Store{out, weight->n}; });
 }
 
 // Each row's largest output and the lowest column that has it; NaN counts as -inf. columns int64 [rows], values float32
 // [rows].
-PAGEFRAME_EXPORT void pageframe_arg_max(const pageframe::LinearWeight* weight, const float* x, int64_t* columns,
-                                        float* values, int64_t rows, int threads) {
+PAGEFRAME_EXPORT void pageframe_arg_max(const pageframe::LinearWeight* weight, const pageframe::RowNorm* norm,
+                                        const float* x, int64_t* columns, float* values, int64_t rows, int threads) {
     using namespace pageframe;
     std::vector<Best> best(threads * rows);
     for (Best& row : best) row.clear();
-    linear_by_team(*weight, x, rows, threads, [&](int rank) { return ArgMax{best.data() + rank * rows}; });
+    linear_by_team(*weight, norm, x, rows, threads, [&](int rank) { return ArgMax{best.data() + rank * rows}; });
     for (int64_t row = 0; row < rows; ++row) {
         const Largest largest = merge_best(best.data() + row, threads, rows);
         columns[row] = largest.column;
@@ -88,6 +96,6 @@ PAGEFRAME_EXPORT void pageframe_gated_linear(const pageframe::LinearWeight* weig
     using namespace pageframe;
     const int64_t width = weight->n / 2;
     std::vector<Act> rounded(rows * width);
-    linear_by_team(*weight, x, rows, threads, [&](int) { return GatedSilu{rounded.data(), width}; });
+    linear_by_team(*weight, nullptr, x, rows, threads, [&](int) { return GatedSilu{rounded.data(), width}; });
     for (int64_t i = 0; i < rows * width; ++i) out[i] = as_float(rounded[i]);
 }

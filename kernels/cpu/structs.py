@@ -1,4 +1,4 @@
-"""The structures that the C++ of this folder reads, field by field as in types.h and layer.h."""
+"""The structures that the C++ of this folder reads, field by field as in types.h, norm.h and layer.h."""
 
 from __future__ import annotations
 
@@ -19,6 +19,12 @@ class LinearWeight(ctypes.Structure):
         ("scales", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
     )
+
+
+class RowNormStruct(ctypes.Structure):
+    """RMSNorm of rows."""
+
+    _fields_ = (("weight", ctypes.c_void_p), ("eps", ctypes.c_float))
 
 
 class Layer(ctypes.Structure):

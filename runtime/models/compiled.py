@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from pageframe.kernels.attention import AttentionPlan, Backend
-from pageframe.kernels.cpu import Arena, CompiledLayer, CpuKernels, LayerShape
+from pageframe.kernels.cpu import Arena, CompiledLayer, CpuKernels, LayerShape, RowNorm
 from pageframe.runtime.config import ModelConfig
 from pageframe.runtime.models.layers import LayerWeights, RotaryTable, RunLayer
-from pageframe.runtime.models.weights import CompiledWeight, RmsNorm, Weight
+from pageframe.runtime.models.weights import CompiledWeight, Norm, RmsNorm, Weight
 
 
 def can_compile(config: ModelConfig) -> bool:
@@ -41,7 +41,7 @@ class CompiledLayers:
         self, kernels: CpuKernels, config: ModelConfig, layers: Sequence[LayerWeights], rotary: RotaryTable
     ) -> None:
         self._kernels = kernels
-        self._rotary = rotary
+        self._pairs = rotary.pairs()
         shape = LayerShape(
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
@@ -55,13 +55,32 @@ class CompiledLayers:
 
     def begin(self, positions: Tensor, slots: Tensor, plan: AttentionPlan, backend: Backend) -> RunLayer:
         """See `Layers.begin`."""
-        step = self._kernels.begin_step(plan, positions, slots, *self._rotary.pairs())
-        layers = self._layers
+        return self._kernels.begin_step(self._layers, plan, positions, slots, *self._pairs).run
 
-        def run(index: int, hidden: Tensor, kv_cache: Tensor, kv_scales: Tensor | None) -> None:
-            step.run(layers[index], hidden, kv_cache, kv_scales)
 
-        return run
+class CompiledProjection:
+    """The norm behind the last layer and the output matrix, in one call where the norm is the engine's.
+
+    Args:
+        output: whose values are where they will stay.
+    """
+
+    def __init__(self, norm: Norm, output: CompiledWeight) -> None:
+        self._kernels = output.kernels
+        self._weight = output.packed
+        self._before = None if isinstance(norm, RmsNorm) else norm
+        self._norm = RowNorm(norm.values.contiguous(), norm.eps) if isinstance(norm, RmsNorm) else None
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See `Decoder.logits`."""
+        return self._kernels.linear(self._rows(hidden), self._weight, self._norm)
+
+    def arg_max(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Decoder.arg_max`."""
+        return self._kernels.arg_max(self._rows(hidden), self._weight, self._norm)
+
+    def _rows(self, hidden: Tensor) -> Tensor:
+        return (hidden if self._before is None else self._before(hidden)).contiguous()
 
 
 def lay_out_in_order(weights: Sequence[Weight]) -> None:

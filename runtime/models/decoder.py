@@ -14,9 +14,17 @@ from torch import Tensor
 from pageframe.kernels.attention import AttentionPlan, Backend
 from pageframe.kernels.cpu import CpuKernels
 from pageframe.runtime.config import ModelConfig
-from pageframe.runtime.models.compiled import CompiledLayers, can_compile, lay_out_in_order
+from pageframe.runtime.models.compiled import CompiledLayers, CompiledProjection, can_compile, lay_out_in_order
 from pageframe.runtime.models.layers import ComposedLayers, Layers, LayerWeights, RotaryTable, mlp_activation
-from pageframe.runtime.models.weights import CompiledWeight, Embedding, Norm, Weight, make_norm, make_weight
+from pageframe.runtime.models.weights import (
+    CompiledWeight,
+    Embedding,
+    Norm,
+    Weight,
+    make_norm,
+    make_weight,
+    tied_embedding,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +62,7 @@ class Decoder:
         self._weights = weights
         has_rotary = weights.positions is None
         self._rotary = RotaryTable(config, weights.device, weights.rope_factors) if has_rotary else None
-        self._kernels = _Kernels(_make_layers(config, weights, self._rotary), weights.final_norm)
+        self._kernels = _make_kernels(config, weights, self._rotary)
         self._triton_kernels: _Kernels | None = None
         self._num_layers = len(weights.layers)
 
@@ -132,15 +140,15 @@ class Decoder:
             backend: whose kernels compute the norm, where it has one; None: torch's operations.
         """
         kernels = self._kernels if backend is None else self._kernels_for(backend)
+        if kernels.projection is not None:
+            return kernels.projection.logits(hidden)
         return self._weights.output(kernels.final_norm(hidden)).float()
 
     def arg_max(self, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
         """Per row the lowest id of the largest of its `logits`, int64, and that logit, float32: in one pass that keeps
         no logits. A NaN counts as -inf. None where there is no such pass."""
-        weights = self._weights
-        if not isinstance(weights.output, CompiledWeight):
-            return None
-        return weights.output.arg_max(weights.final_norm(hidden))
+        projection = self._kernels.projection
+        return None if projection is None else projection.arg_max(hidden)
 
     def _kernels_for(self, backend: Backend) -> _Kernels:
         """What goes with a backend; Triton's are made when that backend first computes."""
@@ -163,18 +171,19 @@ class _RandomWeights:
 
     def decoder(self) -> DecoderWeights:
         config, compute_dtype, device = self.config, self.compute_dtype, self.generator.device
-        embedding = self._normal(config.vocab_size, config.hidden_size, scale=1.0)
+        table = self._normal(config.vocab_size, config.hidden_size, scale=1.0)
         layers = [self._layer(window) for window in config.windows or (None,) * config.num_layers]
         if config.tie_word_embeddings:
-            output = make_weight(embedding, None, compute_dtype, self.kernels)
+            output = make_weight(table, None, compute_dtype, self.kernels)
+            embed = tied_embedding(table, output, compute_dtype)
         else:
             output = self._dense(config.vocab_size, config.hidden_size)
+            embed = Embedding(table, compute_dtype)
         final_norm = self._norm(config.hidden_size)
         positions = None
         if config.learned_positions is not None:
-            table = self._normal(config.learned_positions, config.hidden_size, scale=1.0)
-            positions = Embedding(table, compute_dtype)
-        embed = Embedding(embedding, compute_dtype)
+            learned = self._normal(config.learned_positions, config.hidden_size, scale=1.0)
+            positions = Embedding(learned, compute_dtype)
         return DecoderWeights(embed, layers, final_norm, output, compute_dtype, device, positions=positions)
 
     def _layer(self, window: int | None) -> LayerWeights:
@@ -216,10 +225,12 @@ class _RandomWeights:
 
 @dataclass(frozen=True, slots=True)
 class _Kernels:
-    """What computes with a backend: the layers, and the norm behind the last of them."""
+    """What computes with a backend: the layers, and the norm behind the last of them; that norm and the output matrix
+    in one where the compiled engine has them."""
 
     layers: Layers
     final_norm: Callable[[Tensor], Tensor]
+    projection: CompiledProjection | None = None
 
 
 def _make_triton_kernels(config: ModelConfig, weights: DecoderWeights, rotary: RotaryTable | None) -> _Kernels:
@@ -232,11 +243,14 @@ def _make_triton_kernels(config: ModelConfig, weights: DecoderWeights, rotary: R
     return _Kernels(layers, layers.final_norm)
 
 
-def _make_layers(config: ModelConfig, weights: DecoderWeights, rotary: RotaryTable | None) -> Layers:
+def _make_kernels(config: ModelConfig, weights: DecoderWeights, rotary: RotaryTable | None) -> _Kernels:
+    composed = ComposedLayers(config, weights.layers, rotary)
     if not isinstance(weights.output, CompiledWeight):
-        return ComposedLayers(config, weights.layers, rotary)
+        return _Kernels(composed, weights.final_norm)
     in_order = [linear for layer in weights.layers for linear in layer.linears]
     lay_out_in_order([*in_order, weights.output])
+    projection = CompiledProjection(weights.final_norm, weights.output)
     if rotary is None or not can_compile(config):
-        return ComposedLayers(config, weights.layers, rotary)
-    return CompiledLayers(weights.output.kernels, config, weights.layers, rotary)
+        return _Kernels(composed, weights.final_norm, projection)
+    layers = CompiledLayers(weights.output.kernels, config, weights.layers, rotary)
+    return _Kernels(layers, weights.final_norm, projection)

@@ -33,7 +33,16 @@ from pageframe.runtime.models.families import (
 from pageframe.runtime.models.gguf import GgufFile
 from pageframe.runtime.models.layers import LayerWeights, mlp_activation
 from pageframe.runtime.models.source import ModelSource, one_line
-from pageframe.runtime.models.weights import Embedding, Norm, RmsNorm, Weight, make_norm, make_weight, meet_usual_rows
+from pageframe.runtime.models.weights import (
+    Embedding,
+    Norm,
+    RmsNorm,
+    Weight,
+    make_norm,
+    make_weight,
+    meet_usual_rows,
+    tied_embedding,
+)
 
 Progress = Callable[[int, int], None]
 
@@ -265,7 +274,7 @@ class _Reader:
 def _read_weights(reader: _Reader, config: ModelConfig) -> DecoderWeights:
     hidden_size, vocab_size = config.hidden_size, config.vocab_size
     rope_factors = reader.rope_factors(config.head_dim // 2)
-    embedding = reader.matrix(["embedding.weight"], [vocab_size], hidden_size)
+    table = reader.matrix(["embedding.weight"], [vocab_size], hidden_size)
     positions = None
     if config.learned_positions is not None:
         positions = reader.embedding(reader.matrix(["positions.weight"], [config.learned_positions], hidden_size))
@@ -273,14 +282,16 @@ def _read_weights(reader: _Reader, config: ModelConfig) -> DecoderWeights:
     layers = [_read_layer(reader, config, layer, window) for layer, window in enumerate(windows)]
     final_norm = reader.norm("final_norm", config)
     if config.tie_word_embeddings:
-        # On a CPU this is a second copy, in the packed layout: looking a row up needs the plain one, and the
-        # final projection is a tenth of a decode step or more, which the packed one makes clearly faster.
-        output = reader.weight(embedding)
+        # Of torch's own packed linear this is a second copy: looking a row up needs the plain one, and the final
+        # projection is a tenth of a decode step or more, which the packed one makes clearly faster.
+        output = reader.weight(table)
+        embedding = tied_embedding(table, output, reader.compute_dtype)
         reader.drop("output.weight")
     else:
         output = reader.weight(reader.matrix(["output.weight"], [vocab_size], hidden_size))
+        embedding = reader.embedding(table)
     return DecoderWeights(
-        reader.embedding(embedding),
+        embedding,
         layers,
         final_norm,
         output,

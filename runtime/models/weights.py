@@ -99,10 +99,11 @@ class CompiledWeight:
     def __call__(self, x: Tensor) -> Tensor:
         return self.kernels.linear(x.contiguous(), self.packed)
 
-    def arg_max(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Per row of x [num_rows, in_features] the lowest id of the largest output (int64), and that output; a NaN
-        counts as -inf."""
-        return self.kernels.arg_max(x.contiguous(), self.packed)
+
+def tied_embedding(table: Tensor | BlockMatrix, output: Weight, compute_dtype: torch.dtype) -> Embedding:
+    """The embedding whose table is the output's matrix too: it reads the packed one where there is one, so that the
+    values are in memory once."""
+    return Embedding(output if isinstance(output, CompiledWeight) else table, compute_dtype)
 
 
 def make_weight(
@@ -143,15 +144,17 @@ class Embedding:
     """Rows of a table by id, as hidden states.
 
     Args:
-        table: [num_rows, hidden_size].
+        table: [num_rows, hidden_size]; a weight has these rows as its outputs.
     """
 
-    def __init__(self, table: Tensor | BlockMatrix, compute_dtype: torch.dtype) -> None:
+    def __init__(self, table: Tensor | BlockMatrix | CompiledWeight, compute_dtype: torch.dtype) -> None:
         self._table = table
         self._compute_dtype = compute_dtype
 
     def __call__(self, ids: Tensor) -> Tensor:
         """int64 [n] -> [n, hidden_size]."""
+        if isinstance(self._table, CompiledWeight):
+            return self._table.kernels.rows(ids, self._table.packed)
         if isinstance(self._table, BlockMatrix):
             return self._table.rows(ids).to(self._compute_dtype)
         return self._table.index_select(0, ids).to(self._compute_dtype)
@@ -198,7 +201,7 @@ class RmsNorm:
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         self._size = weight.shape[-1]
-        self._eps = eps
+        self.eps = eps
         self.values = weight.float()
         self._on_cpu = weight.device.type == "cpu"
         self._weight = self.values
@@ -214,7 +217,7 @@ class RmsNorm:
             # F.rms_norm is six operations on a CPU, and at a few rows each costs what it costs to call it.
             length: Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).hypot_(self._floor)
             return (wide / length).mul_(self._weight).to(x.dtype)
-        return F.rms_norm(wide, (self._size,), None, self._eps).mul_(self._weight).to(x.dtype)
+        return F.rms_norm(wide, (self._size,), None, self.eps).mul_(self._weight).to(x.dtype)
 
 
 @cache

@@ -336,6 +336,14 @@ def check_batch(batch: Batch) -> None:
     assert batch.context_lens.tolist() == [positions[end] + 1 for end in ends]
     to_draw = batch.wanted[: len(batch.sampling)].tolist()
     assert set(to_draw) <= set(ends), "a token to draw from is not the last of its request"
+    if batch.wants_all:
+        assert batch.wanted.tolist() == list(range(num_tokens)), "not every token is wanted, in order"
+    sampling = batch.sampling
+    if sampling.all_plain:
+        assert (sampling.temperature < GREEDY_BELOW).all(), "a row is not greedy"
+        assert (sampling.num_logprobs < 0).all(), "a row wants logprobs"
+        assert not sampling.banned, "a row may not end yet"
+        assert not sampling.rules, "a row has rules"
     updates = batch.table_updates
     entries = set(zip(updates.rows.tolist(), updates.indices.tolist(), strict=True))
     assert len(entries) == len(updates), "a table entry is updated twice in one step: on a device either may win"

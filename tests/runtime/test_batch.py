@@ -91,6 +91,27 @@ def test_each_wanted_token_comes_with_its_own_requests_parameters() -> None:
     assert [(index, set(ids)) for index, ids in sampling.banned] == [(0, {2, 4})]
 
 
+def test_a_step_that_only_decodes_wants_all_its_tokens_and_plain_rows_are_told_from_others() -> None:
+    """A request that wants something special takes the shortcut from all in its step, and gives it back as it ends."""
+    greedy = SamplingParams(temperature=0, max_tokens=9)
+    for special in (
+        SamplingParams(temperature=0.5, max_tokens=2),
+        SamplingParams(temperature=0, logprobs=0, max_tokens=2),
+        SamplingParams(temperature=0, min_tokens=2, max_tokens=2),
+        SamplingParams(temperature=0, frequency_penalty=1, max_tokens=2),
+    ):
+        scheduler = make_scheduler(num_blocks=32, max_num_requests=4, max_num_batched_tokens=8)
+        scheduler.add([make_request("plain", [1] * 3, greedy, arrival=0, stop_ids={9})], 0.0)
+        scheduler.add([make_request("special", [1] * 3, special, arrival=1, stop_ids={9})], 0.0)
+        seen = []
+        for _ in range(3):
+            batch, plan = build(scheduler)
+            check_batch(batch)
+            seen.append((len(batch.sampling), batch.wants_all, batch.sampling.all_plain))
+            complete(scheduler, plan)
+        assert seen == [(2, False, False), (2, True, False), (1, True, True)], special
+
+
 def test_stop_ids_may_be_drawn_from_min_tokens_on() -> None:
     scheduler = make_scheduler()
     params = SamplingParams(max_tokens=5, min_tokens=2)
