@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from pageframe.runtime.block_copy import FREE_COPIES, CopyCosts
 from pageframe.runtime.errors import ConfigError
@@ -135,6 +135,20 @@ class EngineConfig:
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least max_num_requests "
                 f"({self.max_num_requests}), since each step gives every decoding request its token"
             )
+
+    @classmethod
+    def offline(cls, **settings: Any) -> Self:
+        """For work whose tokens nobody reads as they come: where the settings do not say otherwise, prompts are
+        computed as fast as can be, and those that decode wait for them.
+
+        Raises:
+            ConfigError: a setting is at fault.
+        """
+        return cls(**{"mixed_token_budget": LIMITS["mixed_token_budget"][1]} | settings)
+
+    def mixed_budget(self, device_type: str) -> int | None:
+        """mixed_token_budget as it is on "cpu" or "cuda": no more than any step's."""
+        return None if self.mixed_token_budget is None else min(self.mixed_token_budget, self.token_budget(device_type))
 
     def token_budget(self, device_type: str) -> int:
         """max_num_batched_tokens as it is on "cpu" or "cuda"."""

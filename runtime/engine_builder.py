@@ -64,7 +64,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         max_model_len=pool.max_model_len,
         max_num_requests=config.max_num_requests,
         max_num_batched_tokens=config.token_budget(arithmetic.device.type),
-        mixed_token_budget=config.mixed_token_budget,
+        mixed_token_budget=config.mixed_budget(arithmetic.device.type),
         graphs=config.graphs and arithmetic.device.type == "cuda" and arithmetic.backend.name == "triton",
         threads=threads,
         kv_bytes_per_token=per_token,

@@ -76,7 +76,8 @@ class LLM:
 
     Args:
         model: a GGUF file, a Hugging Face folder or a hub id; the default model without one.
-        engine_config: any other field of EngineConfig, such as `dtype="float32"` or `num_blocks=64`.
+        engine_config: any other field of EngineConfig, such as `dtype="float32"` or `num_blocks=64`. Without a
+            mixed_token_budget prompts come first: see `EngineConfig.offline`.
 
     Raises:
         StartupError: the model or a setting is at fault.
@@ -88,7 +89,7 @@ class LLM:
         self.tokenizer: Tokenizer = load_tokenizer(source)
         self._template = load_chat_template(source, self.tokenizer)
         with self._progress(f"loading {source.name}") as advance:
-            self.engine = build_engine(EngineConfig(model=model, **engine_config), advance)
+            self.engine = build_engine(EngineConfig.offline(model=model, **engine_config), advance)
         self._num_requests = 0
 
     @property

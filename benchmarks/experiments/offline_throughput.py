@@ -114,7 +114,7 @@ def measure(works: tuple[Work, ...], repeats: int, with_float32: bool) -> bool:
     """Print the table; whether Pageframe is ahead of transformers' bf16 everywhere."""
     console = Console(stderr=True)
     console.print("loading the engines", style="dim")
-    engine = build_engine(EngineConfig(dtype="bf16"))
+    engine = build_engine(EngineConfig.offline(dtype="bf16"))
     rivals = [load_transformers(torch.bfloat16)] + ([load_transformers(torch.float32)] if with_float32 else [])
     resolved = engine.resolved
     floors = measure_floors(engine)

@@ -5,7 +5,7 @@
         [--output FILE]
 
 Every engine is greedy, ignores the end of text, and gets random prompts, new ones at each repeat, so that no prefix
-cache helps. Pageframe runs as it is served; vLLM in --vllm-dtype, in a worker that runs under its own Python, bound to
+cache helps. Pageframe runs as `LLM` does; vLLM in --vllm-dtype, in a worker that runs under its own Python, bound to
 all cores, with what its guide preloads; llama.cpp by its own `llama-batched-bench`, which is kinder to it than its
 server is, on the very file that Pageframe loads. Time is from token ids to the last token, prefill included, loading
 not. Only one engine is awake at a time: the others' processes are stopped meanwhile. An engine that is not given is not
@@ -99,7 +99,7 @@ class Comparison:
 
     def run(self, http: bool) -> None:
         """Everything, in the order of its worth."""
-        engine = build_engine(EngineConfig(**self._own))
+        engine = build_engine(EngineConfig.offline(**self._own))
         resolved = engine.resolved
         floors = measure_floors(engine)
         self._results.header += [

@@ -69,5 +69,9 @@ def test_nothing_is_measured_where_a_budget_is_given_or_no_two_requests_can_meet
     monkeypatch.setattr(ModelRunner, "forward", None)
     config = EngineConfig(num_blocks=16, max_model_len=64, mixed_token_budget=48)
     assert build_engine(config).resolved.mixed_token_budget == 48
+    offline = EngineConfig.offline(num_blocks=16, max_model_len=64)
+    assert build_engine(offline).resolved.mixed_token_budget == build_engine(offline).resolved.max_num_batched_tokens
+    chosen = EngineConfig.offline(num_blocks=16, max_model_len=64, mixed_token_budget=48)
+    assert build_engine(chosen).resolved.mixed_token_budget == 48
     alone = EngineConfig(num_blocks=16, max_model_len=64, max_num_requests=1)
     assert build_engine(alone).resolved.mixed_token_budget is None
