@@ -1,7 +1,7 @@
 """Pageframe beside vLLM's CPU build and llama.cpp: the same model and sizes, one interleaved run, medians.
 
     python -m pageframe.benchmarks.experiments.peers [--vllm-python PATH --vllm-model FOLDER [--vllm-dtype DTYPE]]
-        [--llama-bin FOLDER] [--http] [--repeats 3] [--rows 32+128x1 2048+1x1] [--quick]
+        [--llama-bin FOLDER] [--http] [--repeats 3] [--rows 32+128x1 2048+1x1] [--targets-only] [--quick]
         [--output FILE]
 
 Every engine is greedy, ignores the end of text, and gets random prompts, new ones at each repeat, so that no prefix
@@ -59,7 +59,7 @@ from pageframe.benchmarks.experiments.peers_http import (
     serve_vllm,
 )
 from pageframe.benchmarks.experiments.peers_process import PeerError, PeerServer
-from pageframe.benchmarks.experiments.peers_report import TARGETS, Results
+from pageframe.benchmarks.experiments.peers_report import HTTP_TARGETS, TARGETS, Results, Target
 from pageframe.benchmarks.experiments.report import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -88,6 +88,7 @@ class Comparison:
             *(work.prompt + work.output for work in self._works), *(load.prompt + load.output for load in self._loads)
         )
         self._repeats = args.repeats
+        self._targets_only = args.targets_only
         self._quick = args.quick
         self._vllm = VllmInstallation(args.vllm_python, args.vllm_model, args.vllm_dtype) if args.vllm_python else None
         self._llama = None
@@ -131,16 +132,24 @@ class Comparison:
             for peer in peers:
                 self._results.header.append(f"{peer.name} {peer.version}")
             seeds = itertools.count()
-            task = self._bar.add_task("offline", total=self._repeats * len(self._works) * len(peers))
+            takes_part = {work: self._wanted(TARGETS.get(work)) for work in self._works}
+            turns = sum(peer.name in names for names in takes_part.values() for peer in peers)
+            task = self._bar.add_task("offline", total=self._repeats * turns)
             for _ in range(self._repeats):
                 for work in self._works:
                     prompts = random_prompts(work, vocab_size, next(seeds))
-                    for peer in tuple(peers):
+                    for peer in [peer for peer in peers if peer.name in takes_part[work]]:
                         self._take_time(peers, peer, work, prompts)
                         self._bar.advance(task)
         finally:
             for peer in peers:
                 peer.close()
+
+    def _wanted(self, target: Target | None) -> set[str]:
+        """The engines that take part in a row with this target."""
+        if target is None or not self._targets_only:
+            return {OURS, VLLM, LLAMA}
+        return {OURS, *target.factors}
 
     def _load(self, peers: list[Peer]) -> None:
         vllm, llama = self._vllm, self._llama
@@ -183,9 +192,10 @@ class Comparison:
         vllm, llama = self._vllm, self._llama
         flags = [text for name, value in self._own.items() for text in (f"--{name}", str(value))]
         starts: dict[str, Callable[[], PeerServer]] = {OURS: lambda: serve_own(flags)}
-        if vllm is not None:
+        wanted = set().union(*(self._wanted(HTTP_TARGETS.get(load.streams)) for load in self._loads))
+        if vllm is not None and VLLM in wanted:
             starts[VLLM] = lambda: serve_vllm(vllm, self._longest)
-        if llama is not None:
+        if llama is not None and LLAMA in wanted:
             starts[LLAMA] = lambda: serve_llama(llama, self._loads)
         task = self._bar.add_task("over HTTP", total=self._repeats * len(self._loads) * len(starts))
         with all_serving(starts, self._fail) as servers:
@@ -258,6 +268,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=count, default=3, metavar="N", help="runs of each (%(default)s)")
     parser.add_argument(
         "--rows", type=work_from, nargs="+", metavar="ROW", help="in+outxrequests, such as 128+128x8; out 1: prefill"
+    )
+    parser.add_argument(
+        "--targets-only", action="store_true", help="leave a peer out of the rows that have no target for it"
     )
     parser.add_argument("--quick", action="store_true", help="toy sizes, to see that it runs; targets do not count")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write all that was measured to FILE, as JSON")

@@ -269,6 +269,21 @@ def test_engines_side_by_side_and_over_http(
     assert all(name in printed for name in (VLLM, LLAMA))
 
 
+def test_a_peer_stays_out_of_rows_that_have_no_target_for_it(
+    llama: LlamaInstallation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row without any target has all, and a server is started only for a load that has one for it."""
+    monkeypatch.setitem(peers.TARGETS, Work(1, 16, 4), Target(llama=0.001))
+    monkeypatch.setitem(peers.TARGETS, Work(2, 16, 4), Target(vllm=0.001))
+    monkeypatch.setitem(peers.HTTP_TARGETS, 2, Target(vllm=0.001))
+    output = tmp_path / "results.json"
+    flags = ["--llama-bin", str(llama.folder), "--quick", "--http", "--targets-only", "--repeats", "1"]
+    assert peers.main([*flags, "--output", str(output)]) == 0
+    results = json.loads(output.read_text())
+    assert [set(row["seconds"]) for row in results["offline"]] == [{OURS, LLAMA}, {OURS}, {OURS, LLAMA}]
+    assert results["failures"] == [], "the stand-in's server would not have started"
+
+
 def test_what_was_measured_before_ctrl_c_is_kept(
     llama: LlamaInstallation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
