@@ -38,11 +38,12 @@ class RunningServer:
 
 
 @contextlib.contextmanager
-def running_server(*flags: str) -> Iterator[RunningServer]:
+def running_server(*flags: str, poll_seconds: float = 0.1) -> Iterator[RunningServer]:
     """Serve on a free port of 127.0.0.1 until the block ends.
 
     Args:
         flags: of `pageframe serve`, without --port.
+        poll_seconds: how long to wait before /health is asked again.
 
     Raises:
         RuntimeError: it ended, or did not become healthy in time.
@@ -52,7 +53,7 @@ def running_server(*flags: str) -> Iterator[RunningServer]:
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
         url = f"http://127.0.0.1:{port}"
-        _wait_until_healthy(url, process)
+        _wait_until_healthy(url, process, poll_seconds)
         yield RunningServer(url, process)
     finally:
         process.terminate()
@@ -71,7 +72,7 @@ def free_port() -> int:
     return port
 
 
-def _wait_until_healthy(url: str, process: subprocess.Popen[bytes]) -> None:
+def _wait_until_healthy(url: str, process: subprocess.Popen[bytes], poll_seconds: float) -> None:
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         if process.poll() is not None:
@@ -80,5 +81,5 @@ def _wait_until_healthy(url: str, process: subprocess.Popen[bytes]) -> None:
             with urllib.request.urlopen(f"{url}/health", timeout=5):
                 return
         except (urllib.error.URLError, OSError):
-            time.sleep(0.1)
+            time.sleep(poll_seconds)
     raise RuntimeError(f"the server was not healthy after {START_SECONDS:g} s")
