@@ -88,8 +88,11 @@ class Batch:
 
 
 def _sampling(plan: StepPlan, rows: RequestRows) -> SamplingBatch:
-    sampling = np.repeat(np.arange(len(plan.rows)), plan.num_samples)
-    sampled_rows = plan.rows[sampling]
+    sampling = np.arange(len(plan.rows))
+    sampled_rows = plan.rows
+    if not plan.is_decode:
+        sampling = np.repeat(sampling, plan.num_samples)
+        sampled_rows = plan.rows[sampling]
     num_tokens = rows.num_tokens[sampled_rows]
     too_early = np.flatnonzero(num_tokens < rows.min_total_tokens[sampled_rows])
     return SamplingBatch(

@@ -19,14 +19,15 @@ CONTEXT_FULL = ("stop", "slide")
 MAX_BLOCK_SIZE = 256
 #: max_num_batched_tokens where nobody says it. A GPU's products are worth their launches only over thousands of tokens.
 CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET = 512, 8192
+MOST_BATCHED_TOKENS = 2**24
 #: Of the other numbers: from, to. The upper ends are far beyond any machine; they keep arithmetic and arrays sound.
 LIMITS = {
     "num_blocks": (1, 2**31 - 1),
     "kv_memory": (1, 2**60),
     "max_model_len": (1, 2**31 - 1),
     "max_num_requests": (1, 65_536),
-    "max_num_batched_tokens": (1, 2**24),
-    "mixed_token_budget": (1, 2**24),
+    "max_num_batched_tokens": (1, MOST_BATCHED_TOKENS),
+    "mixed_token_budget": (1, MOST_BATCHED_TOKENS),
     "host_cache": (1, 2**60),
     "slide_by": (1, 2**31 - 1),
     "seed": (-(2**63), 2**63 - 1),
@@ -138,13 +139,13 @@ class EngineConfig:
 
     @classmethod
     def offline(cls, **settings: Any) -> Self:
-        """For work whose tokens nobody reads as they come: where the settings do not say otherwise, prompts are
-        computed as fast as can be, and those that decode wait for them.
+        """For work whose tokens nobody reads as they come: where the settings do not say otherwise, no step is kept
+        short for the sake of those that decode.
 
         Raises:
             ConfigError: a setting is at fault.
         """
-        return cls(**{"mixed_token_budget": LIMITS["mixed_token_budget"][1]} | settings)
+        return cls(**{"mixed_token_budget": MOST_BATCHED_TOKENS} | settings)
 
     def mixed_budget(self, device_type: str) -> int | None:
         """mixed_token_budget as it is on "cpu" or "cuda": no more than any step's."""

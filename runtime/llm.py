@@ -77,7 +77,7 @@ class LLM:
     Args:
         model: a GGUF file, a Hugging Face folder or a hub id; the default model without one.
         engine_config: any other field of EngineConfig, such as `dtype="float32"` or `num_blocks=64`. Without a
-            mixed_token_budget prompts come first: see `EngineConfig.offline`.
+            mixed_token_budget no step is kept short: see `EngineConfig.offline`.
 
     Raises:
         StartupError: the model or a setting is at fault.

@@ -76,7 +76,8 @@ class ModelRunner:
         """One pass over a step's tokens; K and V are written to their slots.
 
         Returns:
-            hidden states [len(batch.wanted), hidden_size] of the wanted tokens, before the final norm.
+            hidden states [len(batch.wanted), hidden_size] of the wanted tokens, before the final norm; valid until the
+            next call.
         """
         self._apply(batch.table_updates)
         self.copy_blocks(batch.copies)

@@ -69,23 +69,19 @@ class Sampler:
 
     def sample(self, hidden: torch.Tensor, batch: SamplingBatch) -> StepResult:
         """One token per row of `hidden` [n, hidden_size], which are the batch's in order."""
+        plain = np.arange(len(batch)) if batch.all_plain else _plain_rows(batch)
         # On a GPU there is no such pass, and picking rows by numbers of the host would wait for it.
-        can_fuse = hidden.device.type == "cpu"
-        if batch.all_plain and can_fuse:
-            found = self._fused_arg_max(hidden)
-            if found is not None and all(map(math.isfinite, found[1].tolist())):
-                return StepResult(found[0].numpy().astype(np.int32), {})
-        is_plain = (batch.temperature < GREEDY_BELOW) & (batch.num_logprobs < 0)
-        is_plain[[row for row, _ in (*batch.banned, *batch.rules)]] = False
-        plain = np.flatnonzero(is_plain)
-        found = self._fused_arg_max(_rows(hidden, plain)) if can_fuse and len(plain) else None
+        can_fuse = hidden.device.type == "cpu" and len(plain)
+        found = self._fused_arg_max(_rows(hidden, plain)) if can_fuse else None
         if found is None:
             return self.sample_logits(self._logits(hidden), batch)
-        ids, best = found[0].numpy(), found[1].numpy()
+        ids, is_finite = found[0].numpy(), [math.isfinite(value) for value in found[1].tolist()]
+        if len(plain) == len(batch) and all(is_finite):
+            return StepResult(ids.astype(np.int32), {})
         token_ids = np.zeros(len(batch), np.int32)
         token_ids[plain] = ids
         # A row without a finite logit is worth the long way.
-        rest = np.sort(np.concatenate((np.flatnonzero(~is_plain), plain[~np.isfinite(best)])))
+        rest = np.setdiff1d(np.arange(len(batch)), plain[is_finite])
         if not len(rest):
             return StepResult(token_ids, {})
         result = self.sample_logits(self._logits(_rows(hidden, rest)), batch.take(rest))
@@ -128,6 +124,13 @@ class Sampler:
         max_top = int(scored.num_top.max(initial=0))
         packed = [packed_logprobs(self._logits(hidden[part]), scored.token_ids[part], max_top) for part in parts]
         return unpack_logprobs(torch.cat(packed), scored.num_top)
+
+
+def _plain_rows(batch: SamplingBatch) -> Int64s:
+    """Greedy rows of which nothing else is wanted."""
+    is_plain = (batch.temperature < GREEDY_BELOW) & (batch.num_logprobs < 0)
+    is_plain[[row for row, _ in (*batch.banned, *batch.rules)]] = False
+    return np.flatnonzero(is_plain)
 
 
 def _sample_on_host(logits: torch.Tensor, batch: SamplingBatch) -> StepResult:

@@ -200,7 +200,8 @@ class Comparison:
         task = self._bar.add_task("over HTTP", total=self._repeats * len(self._loads) * len(starts))
         with all_serving(starts, self._fail) as servers:
             for seed, (_, load) in enumerate(itertools.product(range(self._repeats), self._loads)):
-                for name, server in servers.items():
+                takes_part = self._wanted(HTTP_TARGETS.get(load.streams))
+                for name, server in [(name, server) for name, server in servers.items() if name in takes_part]:
                     self._take_load(name, server, load, seed)
                     self._bar.advance(task)
 
@@ -270,7 +271,7 @@ def parser() -> argparse.ArgumentParser:
         "--rows", type=work_from, nargs="+", metavar="ROW", help="in+outxrequests, such as 128+128x8; out 1: prefill"
     )
     parser.add_argument(
-        "--targets-only", action="store_true", help="leave a peer out of the rows that have no target for it"
+        "--targets-only", action="store_true", help="leave a peer out of rows whose target does not name it"
     )
     parser.add_argument("--quick", action="store_true", help="toy sizes, to see that it runs; targets do not count")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write all that was measured to FILE, as JSON")

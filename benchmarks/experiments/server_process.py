@@ -17,6 +17,10 @@ START_SECONDS = 240.0
 STOP_SECONDS = 60.0
 
 
+class ServerError(RuntimeError):
+    """A server ended, or did not become healthy in time."""
+
+
 @dataclass(frozen=True, slots=True)
 class RunningServer:
     """A server that answers.
@@ -46,7 +50,7 @@ def running_server(*flags: str, poll_seconds: float = 0.1) -> Iterator[RunningSe
         poll_seconds: how long to wait before /health is asked again.
 
     Raises:
-        RuntimeError: it ended, or did not become healthy in time.
+        ServerError: it ended, or did not become healthy in time.
     """
     port = free_port()
     command = [sys.executable, "-m", "pageframe.api.cli", "serve", "--port", str(port), *flags]
@@ -76,10 +80,10 @@ def _wait_until_healthy(url: str, process: subprocess.Popen[bytes], poll_seconds
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise RuntimeError(f"the server ended with status {process.returncode} before it was healthy")
+            raise ServerError(f"the server ended with status {process.returncode} before it was healthy")
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=5):
                 return
         except (urllib.error.URLError, OSError):
             time.sleep(poll_seconds)
-    raise RuntimeError(f"the server was not healthy after {START_SECONDS:g} s")
+    raise ServerError(f"the server was not healthy after {START_SECONDS:g} s")

@@ -24,9 +24,9 @@ from rich.table import Table
 
 from pageframe.benchmarks.experiments.grids import count
 from pageframe.benchmarks.experiments.report import EXIT_FAILED, processor_name, run_experiment
-from pageframe.benchmarks.experiments.server_process import running_server
+from pageframe.benchmarks.experiments.server_process import ServerError, running_server
 from pageframe.runtime.config import DEFAULT_MODEL
-from pageframe.runtime.errors import StartupError
+from pageframe.runtime.errors import EngineError
 
 LIMIT_SECONDS = 8.0
 CHAT = {"messages": [{"role": "user", "content": "Hello!"}], "stream": True, "max_tokens": 4, "temperature": 0}
@@ -47,17 +47,19 @@ def start_once(*flags: str) -> Start:
         flags: of `pageframe serve`.
 
     Raises:
-        StartupError: it did not start, or sent no token.
+        EngineError: it did not start, or sent no token.
     """
     try:
         return _start_once(flags)
-    except RuntimeError as error:
-        raise StartupError(str(error)) from error
+    except ServerError as error:
+        raise EngineError(str(error)) from error
+    except (OSError, KeyError, ValueError) as error:
+        raise EngineError(f"the chat failed: {error!r}") from error
 
 
 def _start_once(flags: Sequence[str]) -> Start:
     started = time.perf_counter()
-    with running_server(*flags, poll_seconds=0.01) as server:
+    with running_server(*flags, "--log-level", "warning", poll_seconds=0.01) as server:
         healthy = time.perf_counter() - started
         request = urllib.request.Request(
             f"{server.url}/v1/chat/completions", json.dumps(CHAT).encode(), {"Content-Type": "application/json"}
@@ -66,7 +68,7 @@ def _start_once(flags: Sequence[str]) -> Start:
             for line in answer:
                 if _has_text(line):
                     return Start(healthy, time.perf_counter() - started)
-    raise RuntimeError("the answer ended without a token")
+    raise EngineError("the answer ended without a token")
 
 
 def _has_text(line: bytes) -> bool:

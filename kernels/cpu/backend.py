@@ -144,6 +144,7 @@ class CpuBackend:
         parts = CpuStep(step, tables, self._library)
         plan = make_plan(batch, tables.device, block_size, parts)
         parts.arrays = plan.query_start, plan.context_lens, plan.rows
+        assert all(array.dtype == torch.int32 for array in parts.arrays)
         step.query_start, step.context_lens, step.rows = (array.data_ptr() for array in parts.arrays)
         step.num_tokens, step.num_requests = plan.num_tokens, len(plan.rows)
         return plan

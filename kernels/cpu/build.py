@@ -29,9 +29,14 @@ import torch
 
 from pageframe.kernels.cpu.isa import WISH, BuildError, InstructionSet, choose, processor_flags
 
-__all__ = ["BuildError", "Builder", "Library", "cache_folder", "chosen_isa", "load_library"]
+__all__ = ["BuildError", "Builder", "CompilerError", "Library", "cache_folder", "chosen_isa", "load_library"]
 
 logger = logging.getLogger(__name__)
+
+
+class CompilerError(BuildError):
+    """The compiler found a fault, in what it was given or in itself."""
+
 
 # Hidden: two libraries in one process, for two instruction sets, must not take each other's functions.
 COMPILE_FLAGS = (
@@ -368,7 +373,7 @@ def _run(command: list[str], scratch: Path | None = None) -> str:
         raise
     if process.returncode != 0:
         first = next((line for line in errors.splitlines() if "error:" in line), "no message")
-        raise BuildError(f"{command[0]} failed with status {process.returncode}: {first}")
+        raise CompilerError(f"{command[0]} failed with status {process.returncode}: {first}")
     return output
 
 

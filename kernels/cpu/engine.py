@@ -166,7 +166,7 @@ class CompiledStep:
         step's tokens to their slots of `kv_cache`, bfloat16, or int8 where there are scales."""
         # Between two layers caches hold weights: every operation of Python here waits for its code from memory.
         layer = self._layers[index]
-        if layer.kind is not self._kind:
+        if layer.kind is not self._kind:  # in most models at the first layer alone, whose cache is of all caches' type
             assert kv_cache.dtype == (torch.bfloat16 if kv_scales is None else torch.int8), f"K/V of {kv_cache.dtype}"
             self._kind, self._shared_at = layer.kind, ctypes.addressof(self._shared_by(layer))
         scales_at = None if kv_scales is None else kv_scales.data_ptr()

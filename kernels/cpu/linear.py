@@ -73,7 +73,7 @@ class LinearMaps:
         self._arg_max.restype = None
         self._arg_max.argtypes = [weight, norm, pointer, pointer, pointer, number, ctypes.c_int]
         self._rows = library.pageframe_rows
-        self._rows.restype = None
+        self._rows.restype = ctypes.c_bool
         self._rows.argtypes = [weight, pointer, pointer, number, ctypes.c_int]
 
     def linear(self, x: Tensor, weight: PackedWeight, norm: RowNorm | None = None) -> Tensor:
@@ -133,15 +133,20 @@ class LinearMaps:
         """Some rows of W, exactly as they are stored.
 
         Args:
-            ids: contiguous int64 [count] on the CPU, each from 0 to n - 1, which is not checked.
+            ids: contiguous int64 [count] on the CPU.
 
         Returns:
             float32 [count, k].
+
+        Raises:
+            IndexError: an id is not from 0 to n - 1.
         """
         assert ids.dtype == torch.int64
+        assert ids.is_cpu
         assert ids.is_contiguous()
-        out = torch.empty(len(ids), weight.values.k)
-        self._rows(weight.struct, ids.data_ptr(), out.data_ptr(), len(ids), torch.get_num_threads())
+        out = ids.new_empty((len(ids), weight.values.k), dtype=torch.float32)
+        if not self._rows(weight.struct, ids.data_ptr(), out.data_ptr(), len(ids), torch.get_num_threads()):
+            raise IndexError(f"of the rows asked for some are not from 0 to {weight.values.n - 1}")
         return out
 
 

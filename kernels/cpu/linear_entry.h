@@ -1,5 +1,5 @@
-// The linear alone, as Python calls it. x is float32 [rows, k]: it is normalised first where there is a norm, and rounded
-// to what the processor multiplies.
+// The linear alone, as Python calls it. x is float32 [rows, k]: first it is normalised where there is a norm, and
+// rounded to what the processor multiplies.
 #pragma once
 
 #include <vector>

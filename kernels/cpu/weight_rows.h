@@ -1,6 +1,8 @@
 // Rows of a packed weight as float32: what an embedding looks up where it shares the output's matrix.
 #pragma once
 
+#include <algorithm>
+
 #include "linear_weights.h"
 #include "team.h"
 
@@ -40,13 +42,15 @@ inline void copy_row_q4(const LinearWeight& weight, int64_t row, float* out) {
 
 }  // namespace pageframe
 
-// out float32 [count, k]: the rows `ids` of the weight, each below its n.
-PAGEFRAME_EXPORT void pageframe_rows(const pageframe::LinearWeight* weight, const int64_t* ids, float* out,
+// out float32 [count, k]: the rows `ids` of the weight. False, and nothing done, where one is not from 0 to n - 1.
+PAGEFRAME_EXPORT bool pageframe_rows(const pageframe::LinearWeight* weight, const int64_t* ids, float* out,
                                      int64_t count, int threads) {
     using namespace pageframe;
+    if (!std::all_of(ids, ids + count, [&](int64_t id) { return id >= 0 && id < weight->n; })) return false;
     constexpr int64_t kFew = 32;  // are read before other threads have woken
     const auto copy = weight->kind == kBf16 ? copy_row_bf16 : weight->kind == kQ8 ? copy_row_q8 : copy_row_q4;
     run_team(count <= kFew ? 1 : threads, [&](Team& team, int) {
         each_row(team, count, [&](int64_t row) { copy(*weight, ids[row], out + row * weight->k); });
     });
+    return true;
 }

@@ -47,6 +47,5 @@ def page_unlock(memory: torch.Tensor) -> None:
 
 def to_device(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     """`values` on `device`: in the order of its stream, and the host does not wait. On a CPU it is the same memory."""
-    if device.type == "cpu":
-        return torch.from_numpy(values)
-    return staged(values, device).to(device, non_blocking=True)
+    tensor = staged(values, device)
+    return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)

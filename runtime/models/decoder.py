@@ -244,13 +244,12 @@ def _make_triton_kernels(config: ModelConfig, weights: DecoderWeights, rotary: R
 
 
 def _make_kernels(config: ModelConfig, weights: DecoderWeights, rotary: RotaryTable | None) -> _Kernels:
-    composed = ComposedLayers(config, weights.layers, rotary)
     if not isinstance(weights.output, CompiledWeight):
-        return _Kernels(composed, weights.final_norm)
+        return _Kernels(ComposedLayers(config, weights.layers, rotary), weights.final_norm)
     in_order = [linear for layer in weights.layers for linear in layer.linears]
     lay_out_in_order([*in_order, weights.output])
     projection = CompiledProjection(weights.final_norm, weights.output)
     if rotary is None or not can_compile(config):
-        return _Kernels(composed, weights.final_norm, projection)
+        return _Kernels(ComposedLayers(config, weights.layers, rotary), weights.final_norm, projection)
     layers = CompiledLayers(weights.output.kernels, config, weights.layers, rotary)
     return _Kernels(layers, weights.final_norm, projection)

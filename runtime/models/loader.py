@@ -282,8 +282,8 @@ def _read_weights(reader: _Reader, config: ModelConfig) -> DecoderWeights:
     layers = [_read_layer(reader, config, layer, window) for layer, window in enumerate(windows)]
     final_norm = reader.norm("final_norm", config)
     if config.tie_word_embeddings:
-        # Of torch's own packed linear this is a second copy: looking a row up needs the plain one, and the final
-        # projection is a tenth of a decode step or more, which the packed one makes clearly faster.
+        # In torch's packed layout this is a second copy: a row is looked up in the plain one, and the final projection
+        # is a tenth of a decode step or more, which the packed one makes clearly faster.
         output = reader.weight(table)
         embedding = tied_embedding(table, output, reader.compute_dtype)
         reader.drop("output.weight")

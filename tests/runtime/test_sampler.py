@@ -343,6 +343,26 @@ def test_an_empty_batch_and_the_projection() -> None:
     assert result.token_ids.dtype == np.int32
 
 
+@pytest.mark.parametrize("has_pass", [True, False], ids=["arg_max", "no arg_max"])
+def test_rows_that_are_known_to_be_plain_give_what_they_give_otherwise(has_pass: bool) -> None:
+    """Rows without a finite logit, and an infinite one, too."""
+    logits = torch.tensor([[0.0, 3.0, 1.0], [math.nan] * 3, [-INF] * 3, [1.0, INF, 2.0], [math.nan, -1.0, -2.0]])
+
+    def arg_max(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        best = hidden.nan_to_num(nan=-INF, posinf=INF, neginf=-INF).max(dim=1)
+        return (best.indices, best.values) if has_pass else None
+
+    sampler = Sampler(lambda hidden: hidden, arg_max)
+    for count in range(len(logits) + 1):
+        zeros, ints, longs = np.zeros(count, np.float32), np.zeros(count, np.int32), np.zeros(count, np.int64)
+        batch = SamplingBatch(zeros, ints, zeros, zeros, longs, longs, ints - 1)
+        plain = replace(batch, all_plain=True)
+        drawn = sampler.sample(logits[:count], plain)
+        assert drawn.token_ids.tolist() == [1, 0, 0, 1, 1][:count]
+        assert drawn.token_ids.tolist() == sampler.sample(logits[:count], batch).token_ids.tolist()
+        assert drawn.token_ids.dtype == np.int32
+
+
 def _nothing() -> SamplingBatch:
     floats, ints, longs = np.empty(0, np.float32), np.empty(0, np.int32), np.empty(0, np.int64)
     return SamplingBatch(floats, ints, floats, floats, longs, longs, ints)
