@@ -51,12 +51,12 @@ class Pieces {
 #if !defined(PAGEFRAME_ISA_AMX)  // which has its own linear_scratch_bytes and PieceProducts
 
 constexpr int64_t kBlockBytes = 384 << 10;  // of activations that stay in the L2 cache, beside a piece's weights
-constexpr int64_t kUnpackRows = 24;         // from so many on, a piece's strips are unpacked once for all
-constexpr int64_t kUnpackInputs = 4096;     // unless they do not fit into the L2 cache
+constexpr int64_t kUnpackInputs = 4096;     // more, unpacked, do not fit into the L2 cache
 
-// Whether a piece's strips are unpacked for so many rows.
+// Whether a piece's strips are unpacked once for so many rows.
 inline bool must_unpack(const LinearWeight& weight, int64_t rows) {
-    return tiles_of(weight.kind).unpack != nullptr && rows >= kUnpackRows && weight.k <= kUnpackInputs;
+    const KindTiles& tiles = tiles_of(weight.kind);
+    return tiles.unpack != nullptr && rows >= tiles.unpack_rows && weight.k <= kUnpackInputs;
 }
 
 // Memory that each thread needs, at a multiple of 64.

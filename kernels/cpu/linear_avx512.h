@@ -184,7 +184,7 @@ void unpack_strips(const LinearWeight& weight, int64_t strip, int64_t strips, in
 inline const KindTiles& tiles_of(int32_t kind) {
     static constexpr KindTiles bf16{tile_set<Bf16Tiles>(), nullptr, {}};
     static constexpr KindTiles q4{tile_set<GroupedTiles<StoredCodes<Q4Codes>>>(), unpack_strips<Q4Codes>,
-                                  tile_set<GroupedTiles<UnpackedCodes<Q4Codes>>>()};
+                                  tile_set<GroupedTiles<UnpackedCodes<Q4Codes>>>(), kUnpackRows};
     static constexpr KindTiles q8{tile_set<GroupedTiles<StoredCodes<Q8Codes>>>(), nullptr, {}};  // no faster unpacked
     return kind == kQ4 ? q4 : kind == kQ8 ? q8 : bf16;
 }

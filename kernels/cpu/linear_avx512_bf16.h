@@ -9,6 +9,7 @@ namespace pageframe {
 
 constexpr int kBf16Rows = 6;  // of a tile of bfloat16 values
 constexpr int kLinesAtOnce = 2;  // unrolled
+constexpr int64_t kUnpackRows = 24;  // from so many on, codes are unpacked once for all of them
 constexpr int kUnpackedRows = 8, kUnpackedWideRows = 3;  // of a tile of unpacked codes
 
 using GroupSums = __m512;  // of a group's products, for 16 outputs

@@ -11,6 +11,7 @@ namespace pageframe {
 
 constexpr int kBf16Rows = 8;     // of a tile of bfloat16 values
 constexpr int kLinesAtOnce = 16;  // unrolled; with fewer, GCC 12 moves sums between registers from line to line
+constexpr int64_t kUnpackRows = 64;  // from so many on, codes are unpacked once for all of them
 constexpr int kUnpackedRows = 6, kUnpackedWideRows = 6;  // of a tile of unpacked codes
 
 using GroupSums = __m512i;  // of a group's products, for 16 outputs

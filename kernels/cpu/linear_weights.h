@@ -108,6 +108,7 @@ struct KindTiles {
     TileSet stored;
     void (*unpack)(const LinearWeight& weight, int64_t strip, int64_t strips, int64_t ahead, void* memory);
     TileSet unpacked;
+    int64_t unpack_rows = 0;  // from so many rows on; without `unpack` nothing
 };
 
 }  // namespace pageframe
