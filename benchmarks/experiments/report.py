@@ -55,14 +55,16 @@ class TimeBudget:
 
 
 def run_experiment(measure: Callable[[], int]) -> int:
-    """What `measure` returns; where it can't be done as asked for, or fails, one line on standard error and the exit
-    status of that."""
+    """What `measure` returns; where it can't be done as asked for, fails or is interrupted, one line on standard error
+    and the exit status of that."""
     try:
         return measure()
     except (InputError, StartupError, InvalidRequestError) as error:
         status, complaint = EXIT_BAD_INPUT, str(error)
     except (EngineError, MemoryError) as error:
         status, complaint = EXIT_FAILED, str(error) or "out of memory"  # only MemoryError comes without a word
+    except KeyboardInterrupt:
+        status, complaint = EXIT_INTERRUPTED, "interrupted"
     console = Console(stderr=True)
     console.print(f"pageframe: {complaint}", style="red", markup=False, highlight=False, soft_wrap=True)
     return status

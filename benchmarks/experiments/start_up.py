@@ -16,6 +16,7 @@ import time
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
+from http.client import HTTPException
 from statistics import median
 
 from rich.console import Console
@@ -53,7 +54,7 @@ def start_once(*flags: str) -> Start:
         return _start_once(flags)
     except ServerError as error:
         raise EngineError(str(error)) from error
-    except (OSError, KeyError, ValueError) as error:
+    except (OSError, HTTPException, KeyError, TypeError, ValueError) as error:
         raise EngineError(f"the chat failed: {error!r}") from error
 
 

@@ -3,8 +3,8 @@
 // A word is two bfloat16 that one instruction multiplies and adds, or, where there is no such instruction, one float32.
 //
 // K is read as raw words, in which a slot's neighbours lie together, and turned: word_of<Stored, i>(raw) is the i-th of
-// the kWordsPerRaw words in each. V is read as load_values() gives it, two registers for 2 * kLanes numbers of a slot in
-// an order of their own, and sums of V keep that order until store_in_order() writes them.
+// the kWordsPerRaw words in each. V is read as load_values() gives it, two registers for 2 * kLanes numbers of a slot
+// in an order of their own, and sums of V keep that order until store_in_order() writes them.
 #pragma once
 
 #include <cstdint>

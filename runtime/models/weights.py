@@ -154,7 +154,7 @@ class Embedding:
     def __call__(self, ids: Tensor) -> Tensor:
         """int64 [n] -> [n, hidden_size]."""
         if isinstance(self._table, CompiledWeight):
-            return self._table.kernels.rows(ids, self._table.packed)
+            return self._table.kernels.rows(ids.contiguous(), self._table.packed)
         if isinstance(self._table, BlockMatrix):
             return self._table.rows(ids).to(self._compute_dtype)
         return self._table.index_select(0, ids).to(self._compute_dtype)

@@ -22,6 +22,15 @@ def test_the_limit_is_for_the_median(capsys: pytest.CaptureFixture[str]) -> None
     assert "NO" in capsys.readouterr().out
 
 
+def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*flags: str) -> Start:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(start_up, "start_once", interrupted)
+    assert start_up.main(["--repeats", "1"]) == 130
+    assert capsys.readouterr().err.strip().endswith("pageframe: interrupted")
+
+
 def test_a_server_that_does_not_start_is_one_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert start_up.main(["--repeats", "1", "--model", "/no/such/model"]) != 0
     assert "the server ended with status" in capsys.readouterr().err

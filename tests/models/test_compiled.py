@@ -21,6 +21,7 @@ from pageframe.runtime.models.config import load_model_config
 from pageframe.runtime.models.decoder import Decoder
 from pageframe.runtime.models.loader import load_decoder
 from pageframe.runtime.models.source import resolve_source
+from pageframe.runtime.models.weights import make_weight, tied_embedding
 
 from .helpers import BLOCK_SIZE, CPU, OneRequest, hf_model, logits_of, write_tiny_gguf
 
@@ -148,6 +149,14 @@ def test_arg_max_is_that_of_the_logits(kernels: CpuKernels) -> None:
     assert torch.equal(found[0], logits.argmax(dim=1))
     assert torch.equal(found[1], logits.max(dim=1).values)
     assert torchs.arg_max(hidden) is None
+
+
+def test_an_embedding_that_reads_the_outputs_matrix_gives_its_rows(kernels: CpuKernels) -> None:
+    """Also for ids that do not lie side by side."""
+    table = torch.randn(50, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    embedding = tied_embedding(table, make_weight(table, None, torch.float32, kernels), torch.float32)
+    ids = torch.tensor([[49, 1], [0, 2], [17, 3]])
+    assert torch.equal(embedding(ids[:, 0]), table[[49, 0, 17]].float())
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
