@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import cache
 
 from pageframe.kernels.cpu.arena import Arena
-from pageframe.kernels.cpu.engine import CompiledLayer, CpuKernels, LayerShape
+from pageframe.kernels.cpu.engine import CompiledLayer, CompiledStep, CpuKernels, LayerShape
 from pageframe.kernels.cpu.isa import BuildError
 from pageframe.kernels.cpu.linear import PackedWeight, RowNorm
 from pageframe.kernels.cpu.packing import BLOCK_BYTES, GROUP, STRIP, pack_bf16, pack_blocks
@@ -21,6 +21,7 @@ __all__ = [
     "Arena",
     "BuildError",
     "CompiledLayer",
+    "CompiledStep",
     "CpuKernels",
     "LayerShape",
     "PackedWeight",

@@ -116,8 +116,7 @@ inline Words word_of(Words raw) {
         const __m512i code = _mm512_srai_epi32(kWord == 0 ? _mm512_slli_epi32(raw, 16) : raw, 16);
         return _mm512_castps_si512(_mm512_cvtepi32_ps(code));
     } else {
-        const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
-        return kWord == 0 ? _mm512_slli_epi32(raw, 16) : _mm512_and_si512(raw, upper);
+        return _mm512_castps_si512(kWord == 0 ? first_of_pairs(raw) : second_of_pairs(raw));
     }
 }
 

@@ -5,6 +5,12 @@
 
 namespace pageframe {
 
+// The first of each dword's two bfloat16, and the second, as float32.
+inline __m512 first_of_pairs(__m512i pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }
+inline __m512 second_of_pairs(__m512i pairs) {
+    return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+}
+
 #if defined(__AVX512BF16__)
 
 // sums + the two products of each dword's bfloat16.
@@ -20,10 +26,8 @@ inline __m512i round_to_bf16(__m512 high, __m512 low) { return (__m512i)_mm512_c
 
 // For tests, on processors without the instruction.
 inline __m512 dot_bf16(__m512 sums, __m512i a, __m512i b) {
-    const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
-    const auto second = [&](__m512i pair) { return _mm512_castsi512_ps(_mm512_and_si512(pair, upper)); };
-    const auto first = [](__m512i pair) { return _mm512_castsi512_ps(_mm512_slli_epi32(pair, 16)); };
-    return _mm512_fmadd_ps(first(a), first(b), _mm512_fmadd_ps(second(a), second(b), sums));
+    const __m512 seconds = _mm512_fmadd_ps(second_of_pairs(a), second_of_pairs(b), sums);
+    return _mm512_fmadd_ps(first_of_pairs(a), first_of_pairs(b), seconds);
 }
 
 inline __m256i round_to_bf16(__m512 a) {

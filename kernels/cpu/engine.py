@@ -107,24 +107,6 @@ class CpuKernels(LinearMaps):
         kind = layer_kind(shape.num_heads, shape.num_kv_heads, shape.head_dim, window)
         return CompiledLayer(struct, kind, (qkv, o, gate_up, down, *norms))
 
-    def begin_step(
-        self,
-        layers: Sequence[CompiledLayer],
-        plan: AttentionPlan,
-        positions: Tensor,
-        slots: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-    ) -> CompiledStep:
-        """Prepare a step for its layers.
-
-        Args:
-            plan: a CpuBackend's.
-            positions, slots: int64 [num_tokens].
-            cos, sin: float32 [max_position, head_dim / 2], of the same strides, the last one 1.
-        """
-        return CompiledStep(self, layers, plan, positions, slots, cos, sin)
-
     def scratch(self, size: int) -> Tensor:
         """Memory of at least `size` bytes for one call, kept for the next: fresh memory costs more in page faults."""
         if len(self._scratch) < size:
@@ -133,7 +115,13 @@ class CpuKernels(LinearMaps):
 
 
 class CompiledStep:
-    """One step, ready for its layers, one after the other. Made by `CpuKernels.begin_step`."""
+    """One step, ready for its layers, one after the other.
+
+    Args:
+        plan: a CpuBackend's.
+        positions, slots: int64 [num_tokens].
+        cos, sin: float32 [max_position, head_dim / 2], of the same strides, the last one 1.
+    """
 
     def __init__(
         self,

@@ -70,12 +70,10 @@ struct Q8Codes {
 // Adds one of the two inputs of each pair.
 template <bool kSecond, int kRows, int kStrips>
 inline void add_input(Sums<kRows, kStrips>& sums, const __m512i* pairs, const Act* x, int64_t stride) {
-    const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
     __m512 values[kStrips];
 #pragma GCC unroll 4
     for (int s = 0; s < kStrips; ++s)
-        values[s] =
-            _mm512_castsi512_ps(kSecond ? _mm512_and_si512(pairs[s], upper) : _mm512_slli_epi32(pairs[s], 16));
+        values[s] = kSecond ? second_of_pairs(pairs[s]) : first_of_pairs(pairs[s]);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
         const __m512 activation = _mm512_set1_ps(x[r * stride]);

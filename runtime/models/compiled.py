@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from pageframe.kernels.attention import AttentionPlan, Backend
-from pageframe.kernels.cpu import Arena, CompiledLayer, CpuKernels, LayerShape, RowNorm
+from pageframe.kernels.cpu import Arena, CompiledLayer, CompiledStep, CpuKernels, LayerShape, RowNorm
 from pageframe.runtime.config import ModelConfig
 from pageframe.runtime.models.layers import LayerWeights, RotaryTable, RunLayer
 from pageframe.runtime.models.weights import CompiledWeight, Norm, RmsNorm, Weight
@@ -55,7 +55,7 @@ class CompiledLayers:
 
     def begin(self, positions: Tensor, slots: Tensor, plan: AttentionPlan, backend: Backend) -> RunLayer:
         """See `Layers.begin`."""
-        return self._kernels.begin_step(self._layers, plan, positions, slots, *self._pairs).run
+        return CompiledStep(self._kernels, self._layers, plan, positions, slots, *self._pairs).run
 
 
 class CompiledProjection:
