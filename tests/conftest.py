@@ -30,6 +30,7 @@ ALONE = (
     "benchmarks/test_end_to_end.py",
     "benchmarks/test_gpu_script.py",
     "benchmarks/test_peers.py",
+    "benchmarks/test_start_up.py",
     "benchmarks/test_thread_policies.py",
     "kernels/test_cpu_build.py",
     "runtime/test_grammar.py",
@@ -39,11 +40,15 @@ _PLACES = tuple(Path(__file__).parent / place for place in ALONE)
 
 @pytest.fixture(scope="session")
 def compiled_kernels() -> CpuKernels:
-    """What is compiled for this CPU; where nothing can be, the test is skipped and says why."""
+    """What is compiled for this CPU; where nothing can be, the test is skipped and says why. A compiler that finds a
+    fault in the sources fails it."""
     from pageframe.kernels.cpu import BuildError, load  # no test is slower for what it does not use
+    from pageframe.kernels.cpu.build import CompilerError
 
     try:
         return load()
+    except CompilerError:
+        raise
     except BuildError as error:
         pytest.skip(f"no compiled kernels: {error}")
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from pageframe.kernels.cpu import build
-from pageframe.kernels.cpu.build import COMPILE_FLAGS, Builder
+from pageframe.kernels.cpu.build import COMPILE_FLAGS
 from pageframe.kernels.cpu.isa import INSTRUCTION_SETS, BuildError, InstructionSet, processor_flags
 from pageframe.kernels.cpu.linear import LinearMaps, PackedWeight
 from pageframe.kernels.cpu.packing import pack_bf16
 
-from .test_cpu_engine_linear import EMULATED_BF16, FORMATS, SHAPES, make_rows, make_weight
+from .test_cpu_engine_linear import EMULATED_BF16, FORMATS, SHAPES, library_of, make_rows, make_weight
 
 ENGINE = Path(build.__file__).parent / "engine.cpp"
 AMX = next(isa for isa in INSTRUCTION_SETS if isa.name == "amx")
@@ -41,13 +41,7 @@ def maps() -> LinearMaps:
         pytest.skip(str(error))
     if not processor.issuperset(EMULATED.needs):
         pytest.skip("what surrounds the emulated tiles needs AVX512")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "choose", lambda *_: (EMULATED,))
-        try:
-            library = Builder(ENGINE, processor).load()
-        except BuildError as error:
-            pytest.skip(f"no compiled kernels: {error}")
-    return LinearMaps(library.functions)
+    return LinearMaps(library_of(EMULATED).functions)
 
 
 @pytest.fixture
