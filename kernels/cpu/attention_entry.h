@@ -1,26 +1,10 @@
 // The attention as functions of their own, for layers that are put together in Python and for tests.
 #pragma once
 
-#include <cstdlib>
-#include <memory>
-
 #include "attention.h"
 #include "attention_write.h"
+#include "scratch.h"
 #include "team.h"
-
-namespace pageframe {
-
-// Memory of one thread or call: it grows and is kept, since fresh memory costs more in page faults than the work in it.
-inline char* grown(std::unique_ptr<char, decltype(&std::free)>& buffer, int64_t& size, int64_t wanted) {
-    if (size < wanted) {
-        buffer.reset(static_cast<char*>(std::aligned_alloc(64, static_cast<size_t>(wanted))));
-        size = buffer == nullptr ? 0 : wanted;
-        if (buffer == nullptr) std::abort();
-    }
-    return buffer.get();
-}
-
-}  // namespace pageframe
 
 // Of one number of q and of the result: 2 for bfloat16, 4 for float32.
 PAGEFRAME_EXPORT int32_t pageframe_act_bytes() { return sizeof(pageframe::Act); }
@@ -39,16 +23,14 @@ PAGEFRAME_EXPORT void pageframe_plan_attention(pageframe::AttentionPlan* plan, c
 // The call's partials are this function's business.
 PAGEFRAME_EXPORT void pageframe_attention(const pageframe::AttentionCall* asked, int threads) {
     using namespace pageframe;
-    thread_local std::unique_ptr<char, decltype(&std::free)> shared(nullptr, std::free);
-    thread_local int64_t shared_size = 0;
+    thread_local KeptMemory shared;
     AttentionCall call = *asked;
-    call.partials = grown(shared, shared_size, partials_bytes(*call.plan));
+    call.partials = shared.at_least(partials_bytes(*call.plan));
     const int64_t own_bytes =
         attention_scratch_bytes(call.plan->num_heads, call.plan->num_kv_heads, call.plan->head_dim);
     run_team(threads, [&](Team& team, int) {
-        thread_local std::unique_ptr<char, decltype(&std::free)> own(nullptr, std::free);
-        thread_local int64_t own_size = 0;
-        char* const scratch = grown(own, own_size, own_bytes);
+        thread_local KeptMemory own;
+        char* const scratch = own.at_least(own_bytes);
         attend(team, call, scratch);
         if (!must_merge(*call.plan)) return;
         team.barrier();

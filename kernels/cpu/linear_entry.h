@@ -12,21 +12,17 @@ namespace pageframe {
 // float32 rows as a linear reads them.
 class RoundedRows {
   public:
-    RoundedRows(const LinearWeight& weight, const RowNorm* norm, const float* x, int64_t rows)
-        : norm_(norm), x_(x), needs_extras_(needs_extras(weight)), values_(rows * weight.k), rows_(rows), k_(weight.k) {
-        if (!needs_extras_) return;
-        ScratchLayout sizes(nullptr);
-        lay_out_extras(sizes, rows, k_);
-        memory_.resize(sizes.bytes());
-        ScratchLayout layout(memory_.data());
-        extras_ = lay_out_extras(layout, rows, k_);
+    RoundedRows(ScratchLayout& layout, const LinearWeight& weight, const RowNorm* norm, const float* x, int64_t rows)
+        : norm_(norm), x_(x), needs_extras_(needs_extras(weight)), values_(layout.take<Act>(rows * weight.k)),
+          rows_(rows), k_(weight.k) {
+        if (needs_extras_) extras_ = lay_out_extras(layout, rows, k_);
     }
     RoundedRows(const RoundedRows&) = delete;
 
     // By all threads of a team; a barrier comes after it.
     void fill(Team& team) {
         each_row(team, rows_, [&](int64_t row) {
-            Act* const values = values_.data() + row * k_;
+            Act* const values = values_ + row * k_;
             const float* const x = x_ + row * k_;
             if (norm_ != nullptr)
                 norm_row(x, *norm_, k_, values);
@@ -36,14 +32,13 @@ class RoundedRows {
         });
     }
 
-    Inputs inputs() const { return {values_.data(), k_, extras_, rows_}; }
+    Inputs inputs() const { return {values_, k_, extras_, rows_}; }
 
   private:
     const RowNorm* const norm_;
     const float* const x_;
     const bool needs_extras_;
-    std::vector<Act> values_;
-    std::vector<char> memory_;
+    Act* const values_;
     RowExtras extras_{};
     int64_t rows_, k_;
 };
@@ -52,14 +47,18 @@ class RoundedRows {
 template <class EpilogueOf>
 void linear_by_team(const LinearWeight& weight, const RowNorm* norm, const float* x, int64_t rows, int threads,
                     EpilogueOf epilogue_of) {
-    RoundedRows rounded(weight, norm, x, rows);
     const int64_t own_bytes = divide_up(linear_scratch_bytes(weight.k), kCacheLine) * kCacheLine;
-    std::vector<char> scratch(threads * own_bytes + kCacheLine);
-    char* const aligned = scratch.data() + (-reinterpret_cast<uintptr_t>(scratch.data()) & (kCacheLine - 1));
+    ScratchLayout sizes(nullptr);
+    RoundedRows(sizes, weight, norm, x, rows);
+    sizes.take<char>(threads * own_bytes);
+    thread_local KeptMemory kept;
+    ScratchLayout layout(kept.at_least(sizes.bytes()));
+    RoundedRows rounded(layout, weight, norm, x, rows);
+    char* const scratch = layout.take<char>(threads * own_bytes);
     run_team(threads, [&](Team& team, int rank) {
         rounded.fill(team);
         team.barrier();
-        linear(team, weight, rounded.inputs(), epilogue_of(rank), aligned + rank * own_bytes);
+        linear(team, weight, rounded.inputs(), epilogue_of(rank), scratch + rank * own_bytes);
     });
 }
 

@@ -1,7 +1,9 @@
-// Arrays in one piece of memory.
+// Arrays in one piece of memory, and memory that is kept from call to call.
 #pragma once
 
 #include <cstdint>
+#include <cstdlib>
+#include <memory>
 
 #include "types.h"
 
@@ -23,6 +25,24 @@ class ScratchLayout {
   private:
     char* start_;
     char* at_;
+};
+
+// Memory of one thread: it grows and is kept, since fresh memory costs more in page faults than the work in it.
+class KeptMemory {
+  public:
+    // At a multiple of 64. What was in it is lost when it grows. bytes: a multiple of 64.
+    char* at_least(int64_t bytes) {
+        if (size_ < bytes) {
+            memory_.reset(static_cast<char*>(std::aligned_alloc(64, static_cast<size_t>(bytes))));
+            if (memory_ == nullptr) std::abort();
+            size_ = bytes;
+        }
+        return memory_.get();
+    }
+
+  private:
+    std::unique_ptr<char, decltype(&std::free)> memory_{nullptr, std::free};
+    int64_t size_ = 0;
 };
 
 }  // namespace pageframe
